@@ -124,8 +124,8 @@ class Pictures:
             raise bad("messages", f"the model {model.name} takes no pictures; expected text parts", "no_pictures")
         if asked.continue_final_message or not asked.add_generation_prompt or asked.chat_template_kwargs:
             raise bad(
-                "messages", "messages has pictures; expected no continue_final_message, chat_template_kwargs or "
-                "add_generation_prompt false beside them", "no_pictures",
+                "messages", "messages has pictures; expected no message to continue (continue_final_message, or a last message "
+                "of the assistant), no chat_template_kwargs, and no add_generation_prompt", "no_pictures",
             )  # fmt: skip
         if len(urls) > self._limits.pictures:
             raise bad("messages", f"messages has {len(urls)} pictures; expected at most {self._limits.pictures}")

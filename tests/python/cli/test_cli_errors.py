@@ -384,7 +384,7 @@ def test_a_prompt_that_is_not_utf8(packed):
 
 def test_more_threads_than_cpus(packed, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "available_cpus", lambda: 2)
-    warning = "lowbit: warning: --threads is 3, and this process may use 2 CPUs: more threads than CPUs wait for each other"
+    warning = "lowbit: warning: --threads is 3, and this process may use 2 CPUs; expected at most 2, because"
     for arguments in (
         ("generate", packed[0], "--prompt", "a", "--max-new-tokens", 1),
         ("quantize", FLOAT, tmp_path / "quantized"),

@@ -232,7 +232,7 @@ def test_unknown_parts_are_refused(change, message):
     [
         (r"\Bword", r"\\B"), ("a*", "the empty text"), ("^*a", "repeats a group"), (r"(?<=ab)c", "looks behind"),
         (r"(?>a)b", r"\(\?>a"),
-        (r"(?i:ss)", "one character matches, too"), (r"(?:a*)+", "an empty text"), (r"(?:ab|c)++", "repeats a group"),
+        (r"(?i:ss)", "a single character matches both"), (r"(?:a*)+", "the empty text"), (r"(?:ab|c)++", "repeats a group"),
         (r"a{2}?", "an interval with a"), (r"(a", "without its"), (r"a)", "without its"), (r"[a", "without its"),
     ],
 )  # fmt: skip

@@ -355,7 +355,7 @@ def test_refusals(packed, tmp_path, monkeypatch):
     step = ImageStep(load_image_model(path), 64)
     inputs = load_image_processor(path)(text=["What?"], return_tensors="pt")
     ids = step.look(inputs)
-    with pytest.raises(ValueError, match="the text does not begin with the prompt whose images the step has"):
+    with pytest.raises(ValueError, match=r"the text does not begin with the prompt of look\(\)"):
         step(torch.tensor([[5, 6]]), torch.tensor([0]))
     with pytest.raises(IndexError, match="start is 3; expected at most 0"):
         step(torch.tensor([[5]]), torch.tensor([3]))

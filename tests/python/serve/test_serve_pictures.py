@@ -347,7 +347,7 @@ def test_pictures_of_other_apis(families):
         given = {"model": "sees", "max_tokens": NEW, "extra_body": {"temperature": 0}}
         assert claude.messages.create(messages=[turn], **given).content[0].text == expected
         assert claude.messages.count_tokens(model="sees", messages=[turn]).input_tokens == count
-        with pytest.raises(anthropic.BadRequestError, match="messages has pictures, with a message to continue"):
+        with pytest.raises(anthropic.BadRequestError, match="messages has pictures; expected no message to continue"):
             claude.messages.create(messages=[turn, {"role": "assistant", "content": "It"}], **given)
         block["source"] = {"type": "url", "url": "https://a.example/b.png"}
         with pytest.raises(anthropic.BadRequestError, match="expected a data URL"):

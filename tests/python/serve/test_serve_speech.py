@@ -169,7 +169,7 @@ def test_refusals(client, directory):
     for temperature in ("2", "-1", "warm", "nan", "0,0,0,0,0,0,0,0,0"):
         name, message = refused(client, data, temperature=temperature)
         assert name == "temperature" and "from 0 to 1" in message
-    assert refused(client, data, prompt="a <|en|> b") == ("prompt", "prompt has the special token <|en|>; expected text alone")
+    assert refused(client, data, prompt="a <|en|> b") == ("prompt", "prompt has the special token <|en|>; expected only text")
     assert refused(client, data, prompt="a" * 10_000)[0] == "prompt"
     words = {"timestamp_granularities[]": ["word"]}
     assert refused(client, data, **words)[1].endswith("expected verbose_json with timestamp_granularities[]")

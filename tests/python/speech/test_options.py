@@ -229,7 +229,7 @@ def test_plans_give_the_same(whisper, tmp_path, monkeypatch):
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"logprob_threshold": float("inf")}, "logprob_threshold is inf; expected a finite number"),
         ({"seed": -1}, "seed is -1; expected 0 or more"),
-        ({"prompt": "a <|en|> b"}, r"prompt has the special token <\|en\|>; expected text alone"),
+        ({"prompt": "a <|en|> b"}, r"prompt has the special token <\|en\|>; expected only text"),
         ({"language": "xx"}, "language is 'xx'; expected en, fi"),
     ],
 )
