@@ -379,7 +379,7 @@ def test_a_failed_response(gpt, failing):
     assert last.response.error.message.startswith("the model failed with ZeroDivisionError")
     with pytest.raises(openai.NotFoundError):
         gpt.responses.retrieve(last.response.id)
-    with pytest.raises(openai.InternalServerError, match="the model does not run"):
+    with pytest.raises(openai.InternalServerError, match="the model failed with ZeroDivisionError"):
         gpt.responses.create(model="tiny", input="x")
 
 
