@@ -3,7 +3,7 @@
 // The code is derived from the placement table: each bit run takes a shift and an AND, and the runs of a scattered code are
 // joined by OR. Codes move down to bit 0 or near it, because vpmaddubsw saturates for higher fields, and because more small
 // products fit in 16 bits. Each line is used right after it is unpacked, because eight lines of two registers each would fill
-// the register file. Packed lines are read again for each of their fields, as memory operands of the ANDs if no shift is needed.
+// the register file. Packed lines are read again for each of their fields, as memory operands of the ANDs without a shift.
 // Instructions per 512 weights, without the loads:
 //   bits   1    2    3    4    5    6    7    8
 //         30   28   38   24   46   44   54   16
