@@ -14,12 +14,14 @@ llvm-mc and llvm-mca, and for KleidiAI the emulated Arm Python of scripts/arm_py
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 
 import arm_cycles
 import arm_peer
@@ -222,6 +224,59 @@ def planes(data: dict) -> list[str]:
     return lines + [""]
 
 
+# Vector pipes of the out-of-order cores.
+PIPES = {"neoverse-n1": 2, "neoverse-v1": 4, "neoverse-v2": 4}
+# Vector instructions per 128 products, at 4 bits: products and additions to int32.
+PRODUCTS = {"neon": 18, "neondot": 8, "i8mm": 4}
+UNPACKING = 8  # per 128 weights, at 4 bits
+
+
+def bound(isa: str, m: int, group_size: int, pipes: int) -> float:
+    """The cycles per 128 weights and row that the required instructions take at least, at 4 bits, symmetric."""
+    segments = max(1, group_size // 64)  # the first takes one float instruction per sum, the others two, a group one
+    everything = PRODUCTS[isa] + 2 * segments / (group_size / 32) + UNPACKING / m
+    multiplications = 16 if isa == "neon" else 0  # smull and smlal run on half of the pipes
+    return max(everything / pipes, multiplications / (pipes / 2))
+
+
+def document_bounds(cycles: dict) -> list[str]:
+    """How close the modeled cycles are to those of the required instructions."""
+    lines = [
+        "### Distance to the bound of the model",
+        "",
+        "4 bits, symmetric. The bound has only the instructions that the arithmetic and the format require: products, float",
+        "operations of segments and groups, and unpacking (attention with a float32 cache: its fma). In the bound, vector pipes",
+        "are never idle (half of them multiply long, as NEON without dot products does), and loads, stores, broadcasts, starts",
+        "of sums and loops cost nothing. Each column: cycles of the bound / modeled cycles per 128 weights and row.",
+        "",
+        "| | " + " | ".join(CORES[core][0] for core in PIPES) + " |",
+        "|---|" + "---|" * len(PIPES),
+    ]
+
+    def row(what: str, kernel: str, task: str, least: Callable[[int], float]) -> str:
+        cells = []
+        for core, pipes in PIPES.items():
+            modeled = cycles[core].get(kernel, {}).get(task)
+            cells.append(f"{least(pipes):.1f} / {modeled:.1f} = {least(pipes) / modeled:.2f}" if modeled else "")
+        return f"| {what} | " + " | ".join(cells) + " |"
+
+    for isa, tile in (("neon", "5x16"), ("neondot", "2x16"), ("i8mm", "2x16")):
+        for m, kernel in ((1, "1x16"), (64, tile)):
+            for group_size in (32, 128):
+                what = f"{isa}, {'one row' if m == 1 else f'{m} rows'}, groups of {group_size}"
+                name, task = f"linear_a8w4_{kernel}_{isa}", f"symmetric g{group_size} m{m}"
+                if isa != "i8mm" or m > 1:  # one row has no i8mm kernel
+                    lines.append(row(what, name, task, functools.partial(bound, isa, m, group_size)))
+    lines.append(row("attention_neon, float32 cache, prompt", "attention_neon", "f32 prompt", lambda pipes: 32 / pipes))
+    return [
+        *lines,
+        "",
+        "One row usually waits for memory instead (Tokens per second, projected). With i8mm there are half as many products,",
+        "so loads, start values and what is done once per call weigh twice as much as with dot products.",
+        "",
+    ]
+
+
 def document(data: dict) -> str:
     counts = data["counts"]
     lines = [
@@ -257,7 +312,7 @@ def document(data: dict) -> str:
     ]
     attention = attention_rows(counts)
     lines += table(["", *tasks_of(attention)], attention)
-    lines += document_bytes(data["bytes per weight"]) + document_cycles(data["cycles"])
+    lines += document_bytes(data["bytes per weight"]) + document_cycles(data["cycles"]) + document_bounds(data["cycles"])
     lines += IN_ORDER
     core_names = {core: name for core, (name, _) in CORES.items()}
     lines += arm_sme2.document(data["SME2"], table, linear_rows)

@@ -1,12 +1,15 @@
 // linear_a8w<b>_32x32_avx512vnni: many rows of int8 activations times b-bit weights. Two panels at a time are unpacked to bytes
-// once for all tiles of a call, and activations are copied in the order in which tiles broadcast them.
+// once for all tiles of a call.
 //
-//   activations     of each tile: 4 inputs of row 0, of row 1, ..., of row 7; then the next 4 inputs. Uncopied rows would
-//                   share few sets of a cache (rows of 4096 inputs: one set)
 //   unpacked panel  for each group its blocks, 8 lines of 16 rows x 4 bytes, then its scales and (affine) its mins,
 //                   in float32
-//   tile            up to 6 rows of activations x 2 panels: 12 integer sums and 12 float sums. A float sum is that of the
-//                   row, or of the group if groups have several segments. A broadcast serves two products
+//   tile            5 or 6 rows of activations x 2 panels: 10 or 12 integer sums and as many float sums. A float sum is that of
+//                   the row, or of the group if groups have several segments. A broadcast serves two products
+//   stream          of each tile: the values of its segments and groups, a register with a value per row each
+//
+// Activations are read in place. Copies in the order of the broadcasts were as fast in long calls, but threads divide a matrix
+// into calls of a few panels, and each would copy all activations. Reading 6 rows does not exceed a set of the first-level
+// cache, of 8 lines or more, even if rows are a multiple of its ways apart.
 //
 // Integer sums start at the bits of c (ukernel.h), so a group's first segment costs one fma and no conversion.
 //
@@ -15,13 +18,13 @@
 // second-level cache, and it is slower (0.9). Pieces of k were slower in all cases, because sums then pass through memory.
 
 #include "../bits/widths.h"
-#include "linear_avx512.h"
+#include "tiles_avx512.h"
 
 namespace lowbit {
 namespace {
 
-constexpr int kUnpackedRows = 6, kUnpackedPanels = 2;
-constexpr int kPlaces = 8;  // rows per register of a transposition; activations and streams have as many
+constexpr int kUnpackedRows = 6, kLeastUnpackedRows = 5, kUnpackedPanels = 2;
+constexpr int kPlaces = 8;  // rows per register of a transposition; streams have as many
 constexpr int64_t kMostInputs = 6144;
 constexpr float kShift = 0x1.8p23f;
 constexpr int32_t kShiftBits = 0x4b400000;
@@ -44,8 +47,6 @@ int64_t most_rows(const Layout& layout) {
 
 constexpr int64_t tiles_of(int64_t rows) { return (rows + kUnpackedRows - 1) / kUnpackedRows; }
 
-constexpr int64_t tile_bytes(const Layout& layout) { return layout.blocks * kBlockInputs * kPlaces; }
-
 // The values that a tile reads for its segments and groups, in the order of use, one register with a value per row each.
 // Segment: the start of its integer sums (symmetric), then t; the first of a group also -c * t, and the last of a group
 // also S (affine).
@@ -56,61 +57,62 @@ constexpr int64_t stream_bytes(const Layout& layout) {
 
 int64_t scratch_bytes(const void*, const Layout& layout, int64_t m, int) {
   const int64_t tiles = tiles_of(m < most_rows(layout) ? m : most_rows(layout));
-  const int64_t bytes = kUnpackedPanels * unpacked_bytes(layout) + tiles * (tile_bytes(layout) + stream_bytes(layout));
+  const int64_t bytes = kUnpackedPanels * unpacked_bytes(layout) + tiles * stream_bytes(layout);
   return bytes < kLinearScratchBytes ? kLinearScratchBytes : (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
 }
 
-// Copies rows [row, row + rows) of the activations.
-void interleave(const LinearArgs& args, int64_t row, int rows, int8_t* to) {
-  const int64_t stride = args.layout.blocks * kBlockInputs;
-  const int8_t* from[kPlaces];
-  for (int i = 0; i < kPlaces; ++i) from[i] = args.a + (row + (i < rows ? i : 0)) * stride;
-  for (int64_t at = 0; at < stride; at += kBlockInputs, to += kPlaces * kBlockInputs) {
-    __m256i line[kPlaces], pair[kPlaces], four[kPlaces];
-    for (int i = 0; i < kPlaces; ++i) line[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from[i] + at));
-    for (int i = 0; i < kPlaces; i += 2) {
-      pair[i] = _mm256_unpacklo_epi32(line[i], line[i + 1]);
-      pair[i + 1] = _mm256_unpackhi_epi32(line[i], line[i + 1]);
+// Transposes 8 x 8 words.
+LOWBIT_INLINE inline void transpose(__m256i (&words)[kPlaces]) {
+  __m256i pair[kPlaces], four[kPlaces];
+  for (int i = 0; i < kPlaces; i += 2) {
+    pair[i] = _mm256_unpacklo_epi32(words[i], words[i + 1]);
+    pair[i + 1] = _mm256_unpackhi_epi32(words[i], words[i + 1]);
+  }
+  for (int i = 0; i < kPlaces; i += 4) {
+    for (int h = 0; h < 2; ++h) {
+      four[i + 2 * h] = _mm256_unpacklo_epi64(pair[i + h], pair[i + 2 + h]);
+      four[i + 2 * h + 1] = _mm256_unpackhi_epi64(pair[i + h], pair[i + 2 + h]);
     }
-    for (int i = 0; i < kPlaces; i += 4) {
-      for (int h = 0; h < 2; ++h) {
-        four[i + 2 * h] = _mm256_unpacklo_epi64(pair[i + h], pair[i + 2 + h]);
-        four[i + 2 * h + 1] = _mm256_unpackhi_epi64(pair[i + h], pair[i + 2 + h]);
-      }
-    }
-    __m256i* const lines = reinterpret_cast<__m256i*>(to);
-    for (int i = 0; i < 4; ++i) {
-      _mm256_store_si256(lines + i, _mm256_permute2x128_si256(four[i], four[4 + i], 0x20));
-      _mm256_store_si256(lines + 4 + i, _mm256_permute2x128_si256(four[i], four[4 + i], 0x31));
-    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    words[i] = _mm256_permute2x128_si256(four[i], four[4 + i], 0x20);
+    words[4 + i] = _mm256_permute2x128_si256(four[i], four[4 + i], 0x31);
   }
 }
 
 void make_stream(const LinearArgs& args, int level_offset, int64_t row, int rows, float* to) {
   const Layout& layout = args.layout;
   const bool affine = has_mins(layout.mapping);
-  const __mmask8 wanted = static_cast<__mmask8>((1 << rows) - 1);
-  const __m256i numbers = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  const __m256i segments = _mm256_mullo_epi32(numbers, _mm256_set1_epi32(static_cast<int>(layout.segments)));
-  const __m256i groups = _mm256_mullo_epi32(numbers, _mm256_set1_epi32(static_cast<int>(layout.groups)));
-  const auto gather = [&](const void* from, __m256i at) LOWBIT_INLINE {
-    return _mm256_mmask_i32gather_epi32(_mm256_setzero_si256(), wanted, at, from, 4);
+  // Reads values [at, at + 8) of each row, of which there are `count`, into a register for each number.
+  const auto read = [&](const void* from, int64_t count, int64_t at, __m256i (&values)[kPlaces]) LOWBIT_INLINE {
+    const __mmask8 wanted = static_cast<__mmask8>(count - at < kPlaces ? (1 << (count - at)) - 1 : 0xff);
+    const int32_t* its = static_cast<const int32_t*>(from) + row * count + at;
+    for (int i = 0; i < kPlaces; ++i, its += count) {
+      values[i] = _mm256_maskz_loadu_epi32(i < rows ? wanted : __mmask8{0}, its);
+    }
+    transpose(values);
   };
   const auto put = [&](__m256 values) LOWBIT_INLINE {
     _mm256_store_ps(to, values);
     to += kPlaces;
   };
+  __m256i sums[kPlaces], scales[kPlaces], group_sums[kPlaces];
   for (const GroupPart segment : GroupParts(layout)) {
-    const int64_t at = row * layout.segments + segment.index;
+    const int64_t place = segment.index % kPlaces, group_place = segment.group % kPlaces;
+    if (place == 0) {
+      if (!affine) read(args.sums, layout.segments, segment.index, sums);
+      read(args.scales, layout.segments, segment.index, scales);
+    }
     if (!affine) {
-      const __m256i start = _mm256_mullo_epi32(gather(args.sums + at, segments), _mm256_set1_epi32(-level_offset));
+      const __m256i start = _mm256_mullo_epi32(sums[place], _mm256_set1_epi32(-level_offset));
       put(_mm256_castsi256_ps(_mm256_add_epi32(start, _mm256_set1_epi32(kShiftBits))));
     }
-    const __m256 t = _mm256_castsi256_ps(gather(args.scales + at, segments));
+    const __m256 t = _mm256_castsi256_ps(scales[place]);
     put(t);
     if (segment.first) put(_mm256_mul_ps(t, _mm256_set1_ps(-kShift)));
     if (affine && segment.last) {
-      put(_mm256_castsi256_ps(gather(args.group_sums + row * layout.groups + segment.group, groups)));
+      if (group_place == 0) read(args.group_sums, layout.groups, segment.group, group_sums);
+      put(_mm256_castsi256_ps(group_sums[group_place]));
     }
   }
 }
@@ -146,8 +148,8 @@ struct UnpackedTile {
   static constexpr int kPanels = 0;
   static constexpr bool kLoops = false;
 
-  const int8_t* a;
   const float* stream;
+  int64_t stride;       // distance between rows of activations
   int64_t panel_bytes;  // from one unpacked panel to the next
   const uint8_t* block;
   __m512* acc;
@@ -170,12 +172,26 @@ struct UnpackedTile {
   LOWBIT_INLINE void begin_block(const uint8_t* at) { block = at; }
 
   template <int First, int Lines>
-  LOWBIT_INLINE void add(const int8_t*) {
-    for (int j = First; j < First + Lines; ++j, a += 4 * kPlaces) {
+  LOWBIT_INLINE void add(const int8_t* a) {
+    // One pointer for two rows, and one for each panel, whose origins are hidden from the compiler. Otherwise it would keep an
+    // offset per line, and run out of registers.
+    int64_t step = stride;
+    __asm__("" : "+r"(step));
+    const int8_t* rows[(Rows + 1) / 2];
+    const uint8_t* lines[Panels];
+    for (int i = 0; i < (Rows + 1) / 2; ++i) {
+      rows[i] = i == 0 ? a : rows[i - 1] + 2 * step;
+      __asm__("" : "+r"(rows[i]));
+    }
+    for (int p = 0; p < Panels; ++p) {
+      lines[p] = block + p * panel_bytes;
+      __asm__("" : "+r"(lines[p]));
+    }
+    for (int j = First; j < First + Lines; ++j) {
       __m512i line[Panels];
-      for (int p = 0; p < Panels; ++p) line[p] = _mm512_load_si512(block + p * panel_bytes + j * kLineBytes);
+      for (int p = 0; p < Panels; ++p) line[p] = _mm512_load_si512(lines[p] + j * kLineBytes);
       for (int i = 0; i < Rows; ++i) {
-        for (int p = 0; p < Panels; ++p) sums[i][p] = add_products(sums[i][p], line[p], a + 4 * i);
+        for (int p = 0; p < Panels; ++p) sums[i][p] = add_products(sums[i][p], line[p], rows[i / 2] + i % 2 * step + 4 * j);
       }
     }
   }
@@ -245,38 +261,39 @@ struct UnpackedTile {
   }
 };
 
-using RunUnpackedTile = void (*)(const LinearArgs&, const uint8_t* unpacked, int64_t panel, int64_t row, int rows,
-                         const int8_t* a, const float* stream, PrefetchNext ahead);
+using RunUnpackedTile = void (*)(const LinearArgs&, const uint8_t* unpacked, int64_t panel, int64_t row, const float* stream,
+                                 PrefetchNext ahead);
 
-// Multiplies a tile by unpacked panels, for every width. `rows`: how many rows are stored.
+// Multiplies a tile by unpacked panels, for every width.
 template <bool Affine, Groups Kind, int Rows, int Panels>
-void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t panel, int64_t row, int rows, const int8_t* a,
-                   const float* stream, PrefetchNext ahead) {
+void unpacked_tile(const LinearArgs& args, const uint8_t* unpacked, int64_t panel, int64_t row, const float* stream,
+                   PrefetchNext ahead) {
   alignas(64) __m512 acc[Rows * Panels];
   UnpackedTile<Affine, Kind, Rows, Panels> tile;
-  tile.a = a;
+  tile.stride = args.layout.blocks * kBlockInputs;
   tile.stream = stream;
   tile.panel_bytes = unpacked_bytes(args.layout);
   tile.acc = acc;
   __asm__("" : "+r"(tile.acc));  // otherwise the compiler would spill other sums
   tile.for_each_sum([&](int i, int p) LOWBIT_INLINE { tile.row_sum(i, p) = _mm512_setzero_ps(); });
-  walk<Kind>(args.layout, unpacked, nullptr, tile, ahead);
+  walk<Kind>(args.layout, unpacked, args.a + row * tile.stride, tile, ahead);
   for (int p = 0; p < Panels; ++p) {
     __m512 sums[Rows];
     for (int i = 0; i < Rows; ++i) sums[i] = tile.row_sum(i, p);
-    store_rows(args, panel + p, row, rows, sums);
+    store_rows(args, panel + p, row, Rows, sums);
   }
 }
 
-// Tiles of two panels for 6 rows and for at most 5, and of one panel for up to 6.
+// Tiles of 6 and 5 rows, and of two panels and one.
 struct Tiles {
-  RunUnpackedTile six, five, six_of_one_panel;
+  RunUnpackedTile six, five, six_of_one_panel, five_of_one_panel;
 };
 
 template <bool Affine>
 Tiles tiles_for(const Layout& layout) {
   const auto with = [](auto kind) -> Tiles {
-    return {unpacked_tile<Affine, kind(), 6, 2>, unpacked_tile<Affine, kind(), 5, 2>, unpacked_tile<Affine, kind(), 6, 1>};
+    return {unpacked_tile<Affine, kind(), 6, 2>, unpacked_tile<Affine, kind(), 5, 2>, unpacked_tile<Affine, kind(), 6, 1>,
+            unpacked_tile<Affine, kind(), 5, 1>};
   };
   if (layout.group_inputs() % kBlockInputs != 0) return with(std::integral_constant<Groups, Groups::anywhere>());
   if (layout.group_inputs() > kSegmentInputs) return with(std::integral_constant<Groups, Groups::segments>());
@@ -289,22 +306,22 @@ void run_unpacked(const LinearArgs& args, int level_offset, void (*unpack)(const
   const Tiles run = has_mins(layout.mapping) ? tiles_for<true>(layout) : tiles_for<false>(layout);
   const int64_t chunks = (args.m + most_rows(layout) - 1) / most_rows(layout), chunk_rows = (args.m + chunks - 1) / chunks;
   uint8_t* const unpacked = static_cast<uint8_t*>(args.scratch);
-  int8_t* const a = reinterpret_cast<int8_t*>(unpacked) + kUnpackedPanels * unpacked_bytes(layout);
-  float* const streams = reinterpret_cast<float*>(a + tiles_of(chunk_rows) * tile_bytes(layout));
+  float* const streams = reinterpret_cast<float*>(unpacked + kUnpackedPanels * unpacked_bytes(layout));
   for (int64_t first = 0; first < args.m; first += chunk_rows) {
     const int64_t count = args.m - first < chunk_rows ? args.m - first : chunk_rows;
     const int64_t tiles = tiles_of(count);
-    // Calls body(number, row, rows) for all tiles, whose numbers of rows differ by at most one.
+    // Calls body(number, row, rows) for all tiles, whose numbers of rows differ by at most one. A tile of fewer than 5 rows
+    // also computes rows of a tile beside it.
     const auto for_each = [&](auto body) LOWBIT_INLINE {
       for (int64_t number = 0, row = first; number < tiles; ++number) {
         const int rows = static_cast<int>(count / tiles + (number < count % tiles));
-        body(number, row, rows);
+        const int64_t last = args.m - kLeastUnpackedRows;
+        body(number, row < last ? row : last, rows < kLeastUnpackedRows ? kLeastUnpackedRows : rows);
         row += rows;
       }
     };
     const auto stream_of = [&](int64_t number) { return streams + number * stream_bytes(layout) / int64_t{sizeof(float)}; };
     for_each([&](int64_t number, int64_t row, int rows) {
-      interleave(args, row, rows, a + number * tile_bytes(layout));
       make_stream(args, level_offset, row, rows, stream_of(number));
     });
     for (int64_t panel = args.panel_begin; panel < args.panel_end;) {
@@ -314,10 +331,10 @@ void run_unpacked(const LinearArgs& args, int level_offset, void (*unpack)(const
         unpack(layout, args.panels + p * layout.panel_bytes, unpacked + (p - panel) * unpacked_bytes(layout));
       }
       const int64_t bytes = (more < kUnpackedPanels ? more : kUnpackedPanels) * layout.panel_bytes;
+      const RunUnpackedTile six = two ? run.six : run.six_of_one_panel, five = two ? run.five : run.five_of_one_panel;
       for_each([&](int64_t number, int64_t row, int rows) {
         const PrefetchNext ahead(layout, args.panels + next * layout.panel_bytes, bytes, number, tiles);
-        (!two ? run.six_of_one_panel : rows > 5 ? run.six : run.five)(args, unpacked, panel, row, rows,
-                                                                     a + number * tile_bytes(layout), stream_of(number), ahead);
+        (rows == kUnpackedRows ? six : five)(args, unpacked, panel, row, stream_of(number), ahead);
       });
       panel = next;
     }
@@ -326,6 +343,7 @@ void run_unpacked(const LinearArgs& args, int level_offset, void (*unpack)(const
 
 template <int Bits>
 void run(const LinearArgs& args) {
+  if (args.m < kLeastUnpackedRows) return one_row<Bits>().run(args);
   with_mapping<Bits>(args.layout.mapping, [&](auto bits, auto affine) {
     run_unpacked(args, level_offset(bits()), unpack_panel<bits(), affine()>);
   });

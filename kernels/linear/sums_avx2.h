@@ -17,6 +17,9 @@
 // other lane's. Its magnitude is at most 32 * 127 * (2^b - 1), so wrapping on the way is harmless. At 4 bits a whole block is
 // summed in int16: the first block's sum is stored as int32, and the offset is subtracted at the segment's end.
 //
+// One row of 1 or 2 bits: codes stay at one of two bit positions, which have separate sums. So one shift serves two lines, and
+// two lines need none. Several rows would need more registers for this than there are.
+//
 // 4 rows of activations: 8 int16 sums stay in registers, with a line of weights (2) and the registers for unpacking. A line is
 // unpacked once for all rows and never stored (many rows of 6 or 7 bits: unpacked_avx2.h). int32 and float sums are updated
 // once per run or segment, and may be in memory. 5 or 6 rows would leave no registers for products and masks.
@@ -37,6 +40,8 @@ struct Sums {
   static constexpr int kLines = 32767 / (2 * 127 * kMaxCode);  // lines that fit in int16
   static constexpr int kMostLines = Halves ? kBlockLines / 2 : kBlockLines;
   static constexpr bool kWholeSegments = kLines >= kSegmentInputs / 4;
+  static constexpr int kPositions = Bits <= 2 && Rows == 1 ? 2 : 1;  // of codes, 0 and Bits
+  static constexpr int kStarted = kPositions > 1 && Bits == 1 ? 1 : 0;  // the sum that holds the start value
   static constexpr bool kWholeBlocks = !kWholeSegments && !kNibbles && !Halves && kLines >= kBlockLines;
   static constexpr int kRun = kLines < kMostLines ? kLines : kMostLines;  // lines per run without kWholeSegments
   static constexpr bool kOffsetLate = kWholeBlocks && !(Affine && Rows > 1);
@@ -45,7 +50,7 @@ struct Sums {
   static_assert(kMaxCode <= 127 && kMostLines % kRun == 0 && !(kAsks && Affine));
 
   Levels<Bits> levels;
-  Sums16 pairs[Rows][2];  // of the current run
+  Sums16 pairs[kPositions][Rows][2];  // of the current run
   Sums32* sum;            // of the previous runs
   bool has_sum;           // kWholeBlocks: whether the current block is the second one
 
@@ -72,7 +77,7 @@ struct Sums {
     }
     for (int h = 0; h < 2; ++h) {
       if constexpr (kWholeSegments) {
-        pairs[i][h] = reinterpret_cast<Sums16>(first);
+        for (int at = 0; at < kPositions; ++at) pairs[at][i][h] = at == kStarted ? reinterpret_cast<Sums16>(first) : Sums16{};
       } else if constexpr (!kWholeBlocks) {
         sum[2 * i + h] = reinterpret_cast<Sums32>(first);
       }
@@ -122,6 +127,7 @@ struct Sums {
 
   template <int J, bool Upper>
   LOWBIT_INLINE __m256i line(const uint8_t* packed) const {
+    if constexpr (kPositions > 1) return unpack_line<Bits, J, J % 2 * Bits>(packed);
     // The nibbles of the table are constant, so they are computed before the loops.
     if constexpr (is_by_table(Bits)) return read_line<Bits, Affine, J>(packed, {nibble<Upper>(levels.bytes)});
     const __m256i codes = read_line<Bits, Affine, J>(packed, levels);
@@ -136,8 +142,9 @@ struct Sums {
       for (int h = 0; h < 2; ++h) {
         const Sums16 products = reinterpret_cast<Sums16>(_mm256_maddubs_epi16(codes[h], a4));
         const bool first = !kWholeSegments && J % kRun == 0;
-        pairs[i][h] = first ? products : pairs[i][h] + products;
-        if constexpr (kRun > 1) settle(pairs[i][h]);
+        Sums16& pair = pairs[J % kPositions][i][h];
+        pair = first ? products : pair + products;
+        if constexpr (kRun > 1) settle(pair);
       }
     }
     if constexpr (!kWholeSegments && !kWholeBlocks && J % kRun == kRun - 1) {
@@ -148,7 +155,13 @@ struct Sums {
   }
 
   LOWBIT_INLINE Sums32 widened(int i, int h, int16_t factor) const {
-    return reinterpret_cast<Sums32>(_mm256_madd_epi16(reinterpret_cast<__m256i>(pairs[i][h]), _mm256_set1_epi16(factor)));
+    Sums16 total = pairs[0][i][h];
+    if constexpr (kPositions > 1 && Bits == 1 && !Affine) {
+      total += total + pairs[1][i][h];  // twice the codes
+    } else if constexpr (kPositions > 1) {
+      total += reinterpret_cast<Sums16>(_mm256_srai_epi16(reinterpret_cast<__m256i>(pairs[1][i][h]), Bits));
+    }
+    return reinterpret_cast<Sums32>(_mm256_madd_epi16(reinterpret_cast<__m256i>(total), _mm256_set1_epi16(factor)));
   }
 };
 

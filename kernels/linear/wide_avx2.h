@@ -81,7 +81,7 @@ struct WideSums {
     } else if constexpr (Bits == 8) {
       return load32(packed + J * kLineBytes);  // stored as levels
     } else {
-      return _mm256_sub_epi8(unpack_line<Bits, J, level_factor(Bits) == 2>(packed), byte_mask(level_offset(Bits)));
+      return _mm256_sub_epi8(unpack_line<Bits, J, level_factor(Bits) - 1>(packed), byte_mask(level_offset(Bits)));
     }
   }
 };

@@ -137,6 +137,8 @@ std::vector<Case> cases_for(const LinearKernel& row) {
     cases.push_back({.name = "four_chunks", .m = 97, .n = 16, .k = 64, .group_size = 32});
     cases.push_back({.name = "two_chunks", .m = 65, .n = 16, .k = 288, .group_size = 32});
     cases.push_back({.name = "two_chunks_long_groups", .m = 69, .n = 80, .k = 320, .group_size = 0});
+    // More activations than stay in a second-level cache, in chunks of an odd number of rows, for an odd number of panels.
+    if (row.m_least >= 32) cases.push_back({.name = "chunks_of_a_cache", .m = 101, .n = 33, .k = 6144, .group_size = 64});
   }
   // More rows than the scratch memory holds, over more panels than one pass reads; and rows so long that a tile needs more
   // scratch memory.
