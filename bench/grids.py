@@ -59,7 +59,7 @@ ROWS: dict[str, Callable[[Source, int], Made]] = {
 
 @torch.no_grad()
 def permute(model: Any, seed: int = 1) -> None:
-    """Permutes the channels of a model like Llama in place: of hidden states, of feed-forward layers, and of values in a head."""
+    """Permutes channels of a model like Llama in place: of hidden states, of feed-forward layers, and of values in a head."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
 
     def order(count: int) -> torch.Tensor:

@@ -24,7 +24,9 @@ def run(tmp_path, monkeypatch):
     def run(*rows, prompts=3, kept=False):
         options = f"--only {MODEL} --prompts {prompts} --problems 2 --functions 0 --tokens 24 --calibration-tokens 128"
         places = ["--directory", tmp_path / "kept", "--document", page]
-        monkeypatch.setattr(sys, "argv", ["answers.py", *options.split(), "--rows", *rows, *["--kept"] * kept, *map(str, places)])
+        monkeypatch.setattr(
+            sys, "argv", ["answers.py", *options.split(), "--rows", *rows, *["--kept"] * kept, *map(str, places)]
+        )
         answers.main()
         return page.read_text(encoding="utf-8")
 
