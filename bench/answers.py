@@ -2,7 +2,7 @@
 
     make bench-answers             prints the tables
     make bench-answers DOC=1       the same, and writes them into docs/measurements/answers.md
-    python3 bench/answers.py [--only smollm2 gemma] [--rows TEXT ...] [--problems 100] [--functions 40] [--document PAGE]
+    python3 bench/answers.py [--only smollm2 gemma] [--rows TEXT ...] [--kept] [--problems 100] [--document PAGE]
 
 docs/measurements/answers.md describes the columns. A row is kept in a file below build/answers as soon as it is measured, so
 that a run goes on after a stop; rows that other settings measured are measured again. HumanEval runs the code of the models.
@@ -141,7 +141,10 @@ ROWS = (
     Row("lowbit, 8 bits, activations of 16 bits", partial(to_nearest, bits=8, activation_bits=16)),
     Row("lowbit, 4 bits, rounded to nearest", partial(to_nearest, bits=4)),
     *(Row(f"lowbit, {bits} bits, calibrated", partial(calibrated, bits=bits)) for bits in (4, 3, 2)),
-    *(Row(f"lowbit, mixed widths, {each} bits, calibrated", partial(calibrated, bits=4, target=each)) for each in (3.5, 2.5)),
+    *(
+        Row(f"lowbit, mixed widths, {each} bits, calibrated", partial(calibrated, bits=4, target=each))
+        for each in (4.5, 3.5, 2.5)
+    ),
     *(
         Row(f"llama.cpp's {kind}", partial(of_llama_cpp, kind=f"GGUF {kind}"), peer=f"GGUF {kind}")
         for kind in ("Q8_0", "Q4_0", *(f"{kind}, importance" for kind in ("Q4_K", "Q3_K", "IQ3_S", "Q2_K", "IQ2_S")))
@@ -172,18 +175,27 @@ def measure(source: Source, row: Row) -> dict[str, Any]:
     return found | {"seconds_to_quantize": made - begin, "seconds": time.perf_counter() - made}
 
 
+def file_of(source: Source, row: Row) -> Path:
+    return source.results / f"{re.sub(r'[^a-z0-9.]+', '_', row.name.lower())}.json"
+
+
+def known(source: Source, row: Row, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The figures in a row's file, if they are of the same settings."""
+    path = file_of(source, row)
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found if found.get("settings") == settings else None
+
+
 def measured(source: Source, row: Row, settings: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a row: those in its file, if it is of the same settings, or new ones."""
-    path = source.results / f"{re.sub(r'[^a-z0-9.]+', '_', row.name.lower())}.json"
-    if path.exists():
-        known = json.loads(path.read_text(encoding="utf-8"))
-        if known["settings"] == settings:
-            return dict(known)
-    found = measure(source, row) | {"settings": settings}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = path.with_suffix(".partial")
-    partial_file.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    partial_file.replace(path)
+    """The figures of a row: those in its file, or new ones."""
+    found = known(source, row, settings)
+    if found is None:
+        found = measure(source, row) | {"settings": settings}
+        path = file_of(source, row)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = path.with_suffix(".partial")
+        partial_file.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        partial_file.replace(path)
     return found
 
 
@@ -225,6 +237,8 @@ def document(results: dict[str, dict[str, dict[str, Any]]], settings: argparse.N
         f"{settings.prompts} prompts, {settings.problems} problems of each task, {settings.functions} of HumanEval; KLD on "
         f"{settings.tokens} tokens, calibrated on {settings.calibration_tokens}."
     ]
+    if results.keys() != MODELS.keys() or any(len(rows) < len(ROWS) for rows in results.values()):
+        lines[0] += " Only these rows have been measured; `make bench-answers DOC=1` measures all."
     for name, rows in results.items():
         lines += ["", f"### {MODELS[name][0] if name in MODELS else name}", "", *table(rows)]
     return "\n".join(lines)
@@ -240,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(MODELS), help="models: names, or directories of float checkpoints")
     parser.add_argument("--rows", nargs="+", default=[""], help="rows whose names contain one of these texts; default: all")
+    parser.add_argument("--kept", action="store_true", help="only rows that were measured before")
     parser.add_argument("--prompts", type=int, default=96, help="default: %(default)s")
     parser.add_argument("--problems", type=int, default=100, help="of each task but HumanEval; default: %(default)s")
     parser.add_argument("--functions", type=int, default=40, help="problems of HumanEval; 0: none; default: %(default)s")
@@ -253,19 +268,21 @@ def main() -> None:
     settings = {name: getattr(options, name) for name in names}
     chosen = [row for row in ROWS if row.name == FLOATS or any(text in row.name for text in options.rows)]
     absent = {row.peer for row in chosen if row.peer is not None} - peers([], importance=True).keys()
-    if absent:
+    if absent and not options.kept:
         print(f"not installed (make bench-peers): {', '.join(sorted(absent))}", flush=True)
         chosen = [row for row in chosen if row.peer not in absent]
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for name, source in sources(options):
         rows = results[name] = {}
         for row in chosen:
+            if options.kept and known(source, row, settings) is None:
+                continue
             rows[row.name] = measured(source, row, settings)
             if row.name == FLOATS:
                 source.answers = rows[FLOATS]["answers"]
                 source.unsolved = {task for task, (solved, _) in rows[FLOATS]["scores"].items() if not solved}
             print(f"{name}: {' | '.join(cells(row.name, rows[row.name], list(rows[FLOATS]['scores'])))}", flush=True)
-    text = document(results, options)
+    text = document({name: rows for name, rows in results.items() if rows}, options)
     print(text)
     if options.document is not None:
         write_between(options.document, BEGIN, END, text)

@@ -21,10 +21,12 @@ def run(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{answers.BEGIN}old\n{answers.END}after\n", encoding="utf-8")
 
-    def run(*rows, prompts=3):
+    def run(*rows, prompts=3, kept=False):
         options = f"--only {MODEL} --prompts {prompts} --problems 2 --functions 0 --tokens 24 --calibration-tokens 128"
         places = ["--directory", tmp_path / "kept", "--document", page]
-        monkeypatch.setattr(sys, "argv", ["answers.py", *options.split(), "--rows", *rows, *map(str, places)])
+        monkeypatch.setattr(
+            sys, "argv", ["answers.py", *options.split(), "--rows", *rows, *["--kept"] * kept, *map(str, places)]
+        )
         answers.main()
         return page.read_text(encoding="utf-8")
 
@@ -48,6 +50,7 @@ def test_a_run_and_its_continuation(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(answers, "ROWS", (*answers.ROWS[:2], one_bit, *peers))
     text = run("lowbit", "1 bit", "llama.cpp")
     assert "not installed (make bench-peers): GGUF Q4_0" in capsys.readouterr().out
+    assert "Only these rows have been measured" in text  # Q4_0 has not
     assert text.startswith(f"before\n{answers.BEGIN}") and text.endswith(f"{answers.END}after\n") and "old" not in text
     rows = {line.split(" | ")[0]: [cell.strip(" |") for cell in line.split(" | ")] for line in text.splitlines()}
     assert rows["| Weights"][3:7] == [
@@ -68,7 +71,9 @@ def test_a_run_and_its_continuation(run, tmp_path, monkeypatch, capsys):
     measured, calls = answers.measure, []
     monkeypatch.setattr(answers, "measure", lambda source, row: calls.append(row.name) or measured(source, row))
     (tmp_path / "kept" / "model" / "1_bit.json").unlink()
+    assert "| 1 bit |" not in run("lowbit", "1 bit", "llama.cpp", kept=True) and calls == []
     assert run("lowbit", "1 bit", "llama.cpp") == text and calls == ["1 bit"]
+    assert run("lowbit", "1 bit", "llama.cpp", kept=True) == text
     calls.clear()
     assert run("1 bit", prompts=2) != text and calls == ["float32", "1 bit"]  # other settings
 
@@ -100,5 +105,5 @@ def test_calibrated_rows_rotate(monkeypatch):
             assert row.make(Source)[1] == 2.0
     assert {given[:2] for given in asked} == {(Source, 128)}
     assert [(given[2].bits, given[2].rotate, given[3]) for given in asked] == [
-        (4, True, None), (3, True, None), (2, True, None), (4, True, 3.5), (4, True, 2.5)
+        (4, True, None), (3, True, None), (2, True, None), (4, True, 4.5), (4, True, 3.5), (4, True, 2.5)
     ]  # fmt: skip
