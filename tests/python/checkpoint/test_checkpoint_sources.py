@@ -131,7 +131,9 @@ def test_a_file_beside_an_index_of_others(sharded, tmp_path):
     save_model(tmp_path / "other", seed=1)
     (tmp_path / "other/model.safetensors").rename(single)
     first = min(file.name for file in sharded.glob("model-*"))
-    message = f"has model.safetensors, and model.safetensors.index.json of other files, {first} for example; expected one of them"
+    message = (
+        f"has model.safetensors, and model.safetensors.index.json of other files, {first} for example; expected one of them"
+    )
     refuse(sharded, tmp_path / "packed", ValueError, str(sharded), message)
     with pytest.raises(ValueError, match="expected one of them"):
         load(sharded, quantization_config=CONFIG)

@@ -345,7 +345,9 @@ def test_float_weights_are_loaded_before_preparing(mapping, missing, assign):
             model.load_state_dict(two().state_dict(), strict=strict, assign=assign)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     # Scales alone may be loaded, for example those that an optimizer has learned.
-    model.load_state_dict({"0.weight_scale": before["0.weight_scale"], "0.weight_format": before["0.weight_format"]}, strict=False)
+    model.load_state_dict(
+        {"0.weight_scale": before["0.weight_scale"], "0.weight_format": before["0.weight_format"]}, strict=False
+    )
 
 
 def two() -> torch.nn.Module:
