@@ -419,6 +419,9 @@ def test_falcons_linear_layers_are_trained_too():
     """They have their own class, which differs from torch.nn.Linear only by a rounding."""
     config = FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
     model = FalconForCausalLM(config)
+    floats = model.transformer.h[0].self_attention.query_key_value
+    packed = lowbit.nn.Linear.from_float(floats, LinearConfig(4, 16))
+    assert torch.equal(packed.packed_weight, lowbit.quantize_tensor(floats.weight, LinearConfig(4, 16), floats.bias))
     lowbit.qat.prepare_(model, {"*": LinearConfig(4, 16)})
     tokens = torch.tensor([[1, 2, 3]])
     model(tokens).logits.sum().backward()
