@@ -12,7 +12,7 @@ from .layers.convolutions import CLASSES, Window, why_float, window_of
 from .layers.embedding_layers import Table, give_state, table_of
 from .layers.packed_module import Packed as Packed
 from .layers.packed_module import dequantized_rows
-from .layers.replacing import dtype_of, refuse_hooked_weights, take_place
+from .layers.replacing import dtype_of, refuse_hooked_weights, refuse_prepared_layer, refuse_subclass, take_place
 from .machine.memory import in_huge_pages
 from .operators import ops
 from .packed.header import PackedInfo, describe_features, describe_format
@@ -24,15 +24,15 @@ WINDOW = "_lowbit_window"  # attribute of a torch.nn.Linear that stands for a co
 class _Features:
     """The sizes of a linear layer, under the names of torch.nn.Linear."""
 
-    info: PackedInfo
+    _info: PackedInfo
 
     @property
     def in_features(self) -> int:
-        return self.info.in_features
+        return self._info.in_features
 
     @property
     def out_features(self) -> int:
-        return self.info.out_features
+        return self._info.out_features
 
 
 def check_input_order(order: Tensor, inputs: int) -> None:
@@ -94,11 +94,13 @@ class Linear(_Product):
         """Quantizes a float layer by round-to-nearest.
 
         Raises:
-            TypeError, ValueError: a config of the wrong type, or weights that are not finite, not on the CPU, or computed
-                by a hook.
+            TypeError, ValueError: a config of the wrong type, a subclass with its own forward method, a layer prepared for
+                training, or weights that are not finite, not on the CPU, or computed by a hook.
         """
         if not isinstance(linear, torch.nn.Linear):
             raise TypeError(f"expected a torch.nn.Linear; found {type(linear).__name__}")
+        refuse_prepared_layer(linear)
+        refuse_subclass(linear)
         if not isinstance(config, LinearConfig):
             raise TypeError(f"expected a LinearConfig; found {type(config).__name__}")
         refuse_hooked_weights(linear)
@@ -137,8 +139,8 @@ class Linear(_Product):
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
         if self._dtype is torch.float64 and x.dtype is torch.float64:
-            return ops.linear(x.float(), self.packed_weight, self.info.out_features).double()
-        return ops.linear(x, self.packed_weight, self.info.out_features)
+            return ops.linear(x.float(), self.packed_weight, self._info.out_features).double()
+        return ops.linear(x, self.packed_weight, self._info.out_features)
 
     def extra_repr(self) -> str:
         return describe_features(self.info, self.input_order is not None)
@@ -197,19 +199,17 @@ class Conv(_Product):
 
     @property
     def in_channels(self) -> int:
-        return self.info.in_features // math.prod(self._window.kernel)
+        return self._info.in_features // math.prod(self._window.kernel)
 
     @property
     def out_channels(self) -> int:
-        return self.info.out_features
+        return self._info.out_features
 
-    @property
-    def weight(self) -> Tensor:
-        shape = (self.out_channels, self.in_channels, *self._window.kernel)
-        return self._computed(lambda: self._dequantized(self._dtype), shape)
+    def _shape(self) -> tuple[int, ...]:
+        return (self.out_channels, self.in_channels, *self._window.kernel)
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
-        return super()._dequantized(dtype).view(self.out_channels, self.in_channels, *self._window.kernel)
+        return super()._dequantized(dtype).view(self._shape())
 
     def forward(self, x: Tensor) -> Tensor:
         dims = len(self._window.kernel)
@@ -219,7 +219,7 @@ class Conv(_Product):
         alone = x.dim() == dims + 1
         rows = self._window.rows(x[None] if alone else x)
         double = self._dtype is torch.float64 and x.dtype is torch.float64
-        places = ops.linear(rows.float() if double else rows, self.packed_weight, self.info.out_features).movedim(-1, 1)
+        places = ops.linear(rows.float() if double else rows, self.packed_weight, self._info.out_features).movedim(-1, 1)
         places = places.double() if double else places
         return places[0] if alone else places
 
@@ -264,12 +264,13 @@ class Embedding(Packed):
         """Quantizes a float table by round-to-nearest.
 
         Raises:
-            TypeError, ValueError: a config of the wrong type, a table of a class that lowbit does not know or with
-                ``max_norm`` (it rescales its rows at each lookup), or weights that are not finite, not on the CPU, or computed
-                by a hook.
+            TypeError, ValueError: a config of the wrong type, a table of a class that lowbit does not know, prepared for
+                training or with ``max_norm`` (it rescales its rows at each lookup), or weights that are not finite, not on the
+                CPU, or computed by a hook.
         """
         if not isinstance(embedding, torch.nn.Embedding):
             raise TypeError(f"expected a torch.nn.Embedding; found {type(embedding).__name__}")
+        refuse_prepared_layer(embedding)
         if not isinstance(config, EmbeddingConfig):
             raise TypeError(f"expected an EmbeddingConfig; found {type(config).__name__}")
         refuse_hooked_weights(embedding)
@@ -280,14 +281,14 @@ class Embedding(Packed):
 
     @property
     def num_embeddings(self) -> int:
-        return self.info.out_features
+        return self._info.out_features
 
     @property
     def embedding_dim(self) -> int:
-        return self.info.in_features
+        return self._info.in_features
 
     def forward(self, indices: Tensor) -> Tensor:
-        return self.finish(dequantized_rows(indices, self.packed_weight, self.info.in_features, self._dtype))
+        return self.finish(dequantized_rows(indices, self.packed_weight, self._info.in_features, self._dtype))
 
     def finish(self, rows: Tensor) -> Tensor:
         """The output for looked-up rows: unchanged, scaled or normalized."""
@@ -319,14 +320,14 @@ class LinearExperts(_Features, Packed):
         super().__init__(packed_weight, dtype)
 
     def _describe(self, packed_weight: Tensor) -> None:
-        self.info = ops.info_of_experts(packed_weight)
+        self._info = ops.info_of_experts(packed_weight)
 
     def _verified(self, packed_weight: Tensor) -> PackedInfo:
         return ops.info_of_experts(packed_weight, verified=True)
 
     @property
     def num_experts(self) -> int:
-        return self.info.experts or 0  # at least 1
+        return self._info.experts or 0  # at least 1
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         rows = torch.arange(self.info.out_features, device=self.packed_weight.device)
@@ -344,8 +345,8 @@ class LinearExperts(_Features, Packed):
 
     def forward(self, x: Tensor, experts: Tensor) -> Tensor:
         if self._dtype is torch.float64 and x.dtype is torch.float64:
-            return ops.linear_experts(x.float(), self.packed_weight, experts, self.info.out_features).double()
-        return ops.linear_experts(x, self.packed_weight, experts, self.info.out_features)
+            return ops.linear_experts(x.float(), self.packed_weight, experts, self._info.out_features).double()
+        return ops.linear_experts(x, self.packed_weight, experts, self._info.out_features)
 
     def extra_repr(self) -> str:
         return (

@@ -19,7 +19,6 @@ import torch
 from .layers.convolutions import window_of
 from .layers.embedding_layers import table_of
 from .layers.packable import (
-    Prepared,
     as_linear,
     check_layers,
     is_transposed,
@@ -29,6 +28,7 @@ from .layers.packable import (
     replace_layers,
 )
 from .layers.prepared import Embedding, Linear, PreparedLayer, fake_quantize_activations, stored
+from .layers.replacing import Prepared
 from .nn import Packed
 from .packed.rounding import EmbeddingConfig, LinearConfig
 from .quantizing.quantize_model import choose_layers, described_to_transformers

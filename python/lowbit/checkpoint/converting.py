@@ -16,6 +16,7 @@ from ..files.entries import CheckpointEntry, inspect_checkpoint
 from ..files.io import read_bytes
 from ..files.replace import resolve_new_directory
 from ..files.safetensors import INDEX, PACKED_SUFFIX, Stored, files_of, packed_info, read_files
+from ..files.tensors import DTYPES, check_numbers, chunks
 from ..layers.patterns import Patterns
 from ..packed.matrix import check_activation_bits
 from .writing import copy_files, new_checkpoint, write_json
@@ -47,7 +48,7 @@ def convert_checkpoint(
 
     Raises:
         OSError: a file is missing or cannot be read; target is not empty or cannot be written; the disk is full.
-        TypeError, ValueError: source is not packed, or damaged; no layer matches; another number of bits. The target is then
+        TypeError, ValueError: source is not packed, damaged, or has NaN values; no layer matches; another number of bits. The target is then
             removed.
     """
     from ..hf.config import METHOD
@@ -70,6 +71,9 @@ def convert_checkpoint(
     patterns.warn_unused(f"packed layer of {source}", stacklevel=2)
     for stored in chosen.values():
         packed_info(stored)  # raises for a damaged header
+    for stored in tensors:
+        for part in chunks(stored) if stored.dtype in DTYPES else ():
+            check_numbers(stored.name, stored.dtype, part)
 
     total, copied = sum(os.path.getsize(file) for file in files), 0
     with new_checkpoint(target, total) as directory:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..files.safetensors import ORDER_SUFFIX, PACKED_SUFFIX, Stored, Writer
+from ..files.tensors import check_numbers
 from ..levels import FIT, sampled_rows
 from ..packed.header import PackedInfo
 from ..packed.matrix import PLANES_VERSION
@@ -84,6 +85,9 @@ def write_output(output: Output, writer: Writer, done: Callable[[int], None], ne
     Args:
         done: called with the number of bytes of the source after each band.
         nearness: the errors of packed weights are added to it; None: they are not computed.
+
+    Raises:
+        ValueError: a tensor has a NaN, or a matrix an infinity.
     """
     tensor, bias = output.tensor, output.bias
     n = tensor.shape[0] if tensor.shape else 1
@@ -92,6 +96,7 @@ def write_output(output: Output, writer: Writer, done: Callable[[int], None], ne
             values = tensor.read(begin, end).contiguous().view(-1).view(torch.uint8)
             if n * len(values) != (end - begin) * tensor.bytes:
                 raise AssertionError(f"{tensor.name}: rows {begin} to {end} have {len(values)} bytes of {tensor.bytes}")
+            check_numbers(tensor.name, tensor.dtype, values)
             writer.write(values.numpy())
             done(len(values))
         return

@@ -59,6 +59,7 @@ def export_pte(
 
     Raises:
         ImportError: executorch is not installed.
+        TypeError: example_inputs is not a tuple.
         ValueError, OSError: path does not end in .pte, or cannot be written; or the program changes buffers differently from
             the model.
         Exception: whatever torch.export and ExecuTorch raise on models they cannot export.
@@ -178,6 +179,8 @@ def _executorch(name: str) -> Any:
 
 def _traced(model: torch.nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:
     """torch.export.export, with a warning of state that is in attributes, which torch.export restores after the trace."""
+    if not isinstance(example_inputs, tuple):
+        raise TypeError(f"example_inputs is a {type(example_inputs).__name__}; expected a tuple of a call's arguments")
     before, changed = _attributes(model), list[str]()
 
     def compare(*_: Any) -> None:
@@ -323,6 +326,7 @@ def export_pt2(
         progress: called as ``progress(steps done, steps, next step)``.
 
     Raises:
+        TypeError: example_inputs is not a tuple.
         ValueError, OSError: path does not end in .pt2, or cannot be written; there is no C++ compiler; or a call changes
             buffers of the model, and the program, which is then run twice, changes them differently.
         Exception: whatever torch.export and AOTInductor raise on models they cannot compile.

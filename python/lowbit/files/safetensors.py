@@ -84,17 +84,40 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
 
     Raises:
         OSError: no such directory, or a file is missing.
-        ValueError: the index is invalid.
+        ValueError: the index is invalid, or there are weights beside it that it does not name.
     """
     if not directory.is_dir():
         refuse_gguf(directory)
         raise NotADirectoryError(f"{directory} is not a directory; expected one with config.json and {WEIGHTS}")
+    refuse_two_checkpoints(directory)
     if (directory / WEIGHTS).exists():
         return [directory / WEIGHTS], None
-    index = directory / INDEX
-    if not index.exists():
+    if not (directory / INDEX).exists():
         present = ", ".join(sorted(entry.name for entry in directory.iterdir())) or "nothing"
         raise FileNotFoundError(f"{directory} has neither {WEIGHTS} nor {INDEX}; found {present}")
+    names, weight_map = _indexed(directory)
+    for name in names:
+        if not (directory / name).exists():
+            count = sum(file == name for file in weight_map.values())
+            raise FileNotFoundError(f"{directory / name} is missing: {INDEX} says that it holds {count} tensors; copy it too")
+    return [directory / name for name in names], weight_map
+
+
+def refuse_two_checkpoints(directory: Path) -> None:
+    """Raises ValueError if a directory has a single file of weights and an index of other files: one of them is a leftover."""
+    if (directory / WEIGHTS).exists() and (directory / INDEX).exists():
+        names, _ = _indexed(directory)
+        other = next((name for name in names if name != WEIGHTS), None)
+        if other is not None:
+            raise ValueError(
+                f"{directory} has {WEIGHTS}, and {INDEX} of other files, {other} for example; expected one "
+                "of them: delete the one of an older save"
+            )
+
+
+def _indexed(directory: Path) -> tuple[list[str], dict[str, str]]:
+    """The files that the index names, sorted, and its map from tensor names to them."""
+    index = directory / INDEX
     try:
         weight_map = read_json(index)["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -103,11 +126,7 @@ def files_of(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         raise ValueError(f'{index} is not an index: {error!r}; expected {{"weight_map": {{tensor: file}}}}') from error
     if not names or not plain:
         raise ValueError(f"{index} names the files {names}; expected files of the same directory")
-    for name in names:
-        if not (directory / name).exists():
-            count = sum(file == name for file in weight_map.values())
-            raise FileNotFoundError(f"{directory / name} is missing: {INDEX} says that it holds {count} tensors; copy it too")
-    return [directory / name for name in names], weight_map
+    return names, weight_map
 
 
 def float_name(packed: str, shape: tuple[int, ...]) -> str:

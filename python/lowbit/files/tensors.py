@@ -25,6 +25,12 @@ def chunks(stored: Stored) -> Iterator[Tensor]:
         yield read_bytes(stored, begin, min(begin + _CHUNK, stored.bytes))
 
 
+def check_numbers(name: str, dtype: str, data: Tensor) -> None:
+    """Raises ValueError if some bytes of a tensor of a safetensors dtype hold a NaN. Some models store infinite limits."""
+    if dtype in DTYPES and bool(data.view(DTYPES[dtype]).isnan().any()):
+        raise ValueError(f"{name} has NaN values; expected numbers: the file is damaged, or its training has failed")
+
+
 def same_bytes(first: Stored, second: Stored) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False

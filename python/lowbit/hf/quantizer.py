@@ -17,7 +17,17 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, auto
 
 from .. import nn
-from ..files.safetensors import INDEX, WEIGHTS, Stored, float_name, orders_of, packed_info, read_files, read_metadata
+from ..files.safetensors import (
+    INDEX,
+    WEIGHTS,
+    Stored,
+    float_name,
+    orders_of,
+    packed_info,
+    read_files,
+    read_metadata,
+    refuse_two_checkpoints,
+)
 from ..files.untrusted import read_json
 from ..layers.expert_stacks import Experts
 from ..layers.packable import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
@@ -92,6 +102,8 @@ class _Checkpoint:
                 f"{', '.join(path.name for path in saves)} in {files[0].parent} are of different saves: one was "
                 "interrupted, or files of another model were there. Save again, into a new directory."
             )
+        if [path.name for path in self.files] == [WEIGHTS]:
+            refuse_two_checkpoints(self.files[0].parent)
         if pre_quantized and not packed:
             raise ValueError(
                 f"the checkpoint has no tensor .{PACKED}, but its config.json says quant_method {METHOD!r}; found "
@@ -359,14 +371,16 @@ def describing(model: torch.nn.Module) -> Iterator[None]:
             method = present.quantization_config.quant_method
             raise ValueError(f"{type(part).__name__} is quantized already, by the method {method!r}")
     before = [(part, expanded_ties(part)) for part in models]
-    yield
-    for part, ties in before:
-        if not any(isinstance(layer, nn.Packed) for layer in part.modules()):
-            continue
-        tie_packed(part, ties)
-        keep_names(part)
-        refuse_resizing(part)
-        inside = any(part is not other and part in other.modules() for other in models)
-        if not inside:  # inner models are rarely saved separately, and may share the config of the outer one
-            part.hf_quantizer = LowBitQuantizer(LowBitConfig.describing(part), pre_quantized=True)
-            part.config.quantization_config = part.hf_quantizer.quantization_config
+    try:
+        yield
+    finally:  # an interrupted run leaves some layers packed and others float
+        for part, ties in before:
+            if not any(isinstance(layer, nn.Packed) for layer in part.modules()):
+                continue
+            tie_packed(part, ties)
+            keep_names(part)
+            refuse_resizing(part)
+            inside = any(part is not other and part in other.modules() for other in models)
+            if not inside:  # inner models are rarely saved separately, and may share the config of the outer one
+                part.hf_quantizer = LowBitQuantizer(LowBitConfig.describing(part), pre_quantized=True)
+                part.config.quantization_config = part.hf_quantizer.quantization_config

@@ -15,19 +15,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import nn
 from .convolutions import Window, window_of
-from .replacing import take_place
+from .replacing import FALCON, class_name, take_place
 
 TRANSPOSED = "_lowbit_transposed"  # attribute of an equivalent layer whose module stores its weight as [in, out]
 CONV1D = "transformers.pytorch_utils.Conv1D"
-FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"
 
 # Weight of a layer -> its matrix, so that layers that share a weight share the matrix.
 _MATRIX_OF = WeakTensorKeyDictionary()
-
-
-def class_name(module: torch.nn.Module) -> str:
-    """The qualified name of a module's class."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _matrix(weight: torch.Tensor, as_matrix: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -18,21 +18,9 @@ from .convolutions import why_float
 from .embedding_layers import table_of
 from .expert_stacks import Experts, experts_of
 from .linear_forms import TRANSPOSED, equivalent_linear, flatten
-from .replacing import refuse_hooked_weights
+from .replacing import Prepared, refuse_hooked_weights
 
 Layer: TypeAlias = torch.nn.Module | Experts
-
-
-class Prepared:
-    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will compute."""
-
-    def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
-        """uint8 [bytes], as :func:`lowbit.pack`."""
-        raise NotImplementedError
-
-    def as_linear(self) -> torch.nn.Linear | None:
-        """The equivalent torch.nn.Linear of a prepared layer of another class; None for a torch.nn.Linear or an embedding."""
-        return None
 
 
 def kind_of(layer: Layer | None) -> type[LinearConfig | EmbeddingConfig | ConvConfig] | None:

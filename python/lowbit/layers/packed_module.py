@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from .computed_tensor import ComputedTensor
 # Allowed dtypes of inputs, outputs and dequantized weights. Float64 layers compute in float32: more would gain nothing.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
+_SHAPE = "weight_shape"  # key in the metadata that torch keeps for each module of a state dict
+
 
 class Packed(torch.nn.Module):
     """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
 
     packed_weight: Tensor
-    info: PackedInfo
+    _info: PackedInfo  # the last header read; its shape never changes
 
     def __init__(self, packed_weight: Tensor | PackedInfo, dtype: torch.dtype):
         if dtype not in _DTYPES:
@@ -29,15 +32,26 @@ class Packed(torch.nn.Module):
         super().__init__()
         self._dtype = dtype  # not a buffer, which would be in every exported program
         if isinstance(packed_weight, PackedInfo):
-            self.info = packed_weight
-            shape = [count for count in (self.info.experts, self.info.total_bytes) if count is not None]
+            self._info = packed_weight
+            shape = [count for count in (packed_weight.experts, packed_weight.total_bytes) if count is not None]
             packed_weight = torch.empty(shape, dtype=torch.uint8, device="meta")
         else:
             self._describe(packed_weight)
         self.register_buffer("packed_weight", packed_weight)
+        self._seen = _state_of(packed_weight)
+
+    @property
+    def info(self) -> PackedInfo:
+        """The header of ``packed_weight``."""
+        # A module that shares the buffer may have loaded a weight of another format into it.
+        if not torch.compiler.is_compiling() and self._seen != (seen := _state_of(self.packed_weight)):
+            self._seen = seen
+            with suppress(ValueError, RuntimeError):  # on the meta device, or damaged, which the operators report
+                self._describe(self.packed_weight)
+        return self._info
 
     def _describe(self, packed_weight: Tensor) -> None:
-        self.info = ops.info(packed_weight)
+        self._info = ops.info(packed_weight)
 
     def _verified(self, packed_weight: Tensor) -> PackedInfo:
         return ops.verify(packed_weight)
@@ -48,7 +62,7 @@ class Packed(torch.nn.Module):
         Raises:
             ValueError: not a packed weight, or the packed bytes were modified.
         """
-        self.info = self._verified(self.packed_weight)
+        self._info = self._verified(self.packed_weight)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The dequantized weight, [out, in], in ``dtype`` (float32, bfloat16, float16 or float64).
@@ -66,7 +80,7 @@ class Packed(torch.nn.Module):
         Reading its shape, dtype or device is free; every use of its values dequantizes again. It is read-only, not a
         parameter, and not in the state dict.
         """
-        return self._computed(lambda: self._dequantized(self._dtype), self.info.shape)
+        return self._computed(lambda: self._dequantized(self._dtype), self._shape())
 
     def _computed(self, compute: Callable[[], Tensor], shape: tuple[int, ...]) -> Tensor:
         if torch.compiler.is_compiling():  # traced; the compiler removes it where only the dtype is used
@@ -146,6 +160,16 @@ class Packed(torch.nn.Module):
         self._describe(self.packed_weight)
         return self
 
+    def _shape(self) -> tuple[int, ...]:
+        """The shape of ``weight``."""
+        return self.info.shape
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # The header has the shape of a matrix. This distinguishes a convolution from another with as many inputs per row.
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][_SHAPE] = self._shape()
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *arguments: Any) -> None:
         error_msgs: list[str] = arguments[-1]
         # The header describes the packed bytes, so a checkpoint may differ from this module in width and group size. Only
@@ -159,6 +183,8 @@ class Packed(torch.nn.Module):
         if loaded is not None:
             try:
                 shape, expected = self._verified(loaded).shape, self.info.shape
+                if shape == expected:  # files of safetensors have no metadata
+                    shape, expected = tuple(metadata.get(_SHAPE, self._shape())), self._shape()
                 if shape != expected:
                     raise ValueError(f"the weight has shape {list(shape)}; expected {list(expected)}")
             except (TypeError, ValueError) as error:
@@ -174,6 +200,11 @@ class Packed(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, *arguments)
         if loaded is not None and not self.packed_weight.is_meta:  # copying to a meta tensor does nothing but warn
             self._describe(self.packed_weight)
+
+
+def _state_of(packed_weight: Tensor) -> tuple[int, int | None]:
+    """A value that changes when the tensor is replaced or changed in place."""
+    return id(packed_weight), None if packed_weight.is_inference() else packed_weight._version
 
 
 def dequantized_rows(indices: Tensor, packed_weight: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:

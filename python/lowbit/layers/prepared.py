@@ -15,7 +15,7 @@ from ..packed.matrix import check_activation_bits, pack
 from ..packed.rotation import rotate_back
 from ..packed.rounding import Config
 from .embedding_layers import Table
-from .packable import Prepared
+from .replacing import Prepared
 
 # Must agree with kernels/rounding/weight_grid.h and kernels/pack.cpp.
 _SMALLEST_STEP = 2.0**-120
@@ -260,6 +260,14 @@ class PreparedLayer(Prepared):
                     f"{_described(expected)}"
                 )
                 return
+        own = [name for name in ("weight_scale", "weight_min") if getattr(self, name, None) is not None]
+        missing = [name for name in own if prefix + name not in state_dict]
+        if prefix + "weight" in state_dict and missing:  # with strict=False, the old scales would stay
+            arguments[-1].append(
+                f"{prefix}weight: the state dict has no {' and no '.join(missing)} for it, and the model is prepared for "
+                "training; load float weights before lowbit.qat.prepare_"
+            )
+            return
         super()._load_from_state_dict(state_dict, prefix, *arguments)  # type: ignore[misc]
 
     def follow(self, other: PreparedLayer) -> None:

@@ -1,4 +1,4 @@
-"""What a packed module takes over from the float layer that it replaces: hooks, mode, attributes and dtype."""
+"""Which float layers a packed module can replace, and what it takes over from them: hooks, mode, attributes and dtype."""
 
 from __future__ import annotations
 
@@ -9,12 +9,47 @@ from torch import Tensor
 
 from .packed_module import Packed
 
+FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"  # rounds the product before it adds the bias
+
 # The hook dicts that move to the packed layer. They are not copied, because a hook's handle removes it from its dict.
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
+
+
+def class_name(module: torch.nn.Module) -> str:
+    """The qualified name of a module's class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+class Prepared:
+    """A float layer prepared by :func:`lowbit.qat.prepare_`: it computes what the packed layer will compute."""
+
+    def pack(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """uint8 [bytes], as :func:`lowbit.pack`."""
+        raise NotImplementedError
+
+    def as_linear(self) -> torch.nn.Linear | None:
+        """The equivalent torch.nn.Linear of a prepared layer of another class; None for a torch.nn.Linear or an embedding."""
+        return None
+
+
+def refuse_subclass(layer: torch.nn.Linear) -> None:
+    """Raises TypeError for a subclass of torch.nn.Linear that may compute something else."""
+    # Parametrized layers and the output projection of torch.nn.MultiheadAttention inherit the forward method.
+    same = type(layer).forward is torch.nn.Linear.forward or class_name(layer) == FALCON
+    if not same:
+        raise TypeError(f"a {type(layer).__name__} may use its weight in its own way; expected a torch.nn.Linear")
+
+
+def refuse_prepared_layer(layer: torch.nn.Module) -> None:
+    """Raises TypeError for a layer prepared for training: its learned scales would be lost."""
+    if isinstance(layer, Prepared):
+        raise TypeError(
+            f"the {type(layer).__name__} is prepared for training; lowbit.qat.convert_ packs it, in the model that holds it"
+        )
 
 
 def refuse_hooked_weights(layer: torch.nn.Module, prefix: str = "") -> None:

@@ -96,7 +96,7 @@ class StreamedExperts(nn.LinearExperts):
             return self._run(x, experts, wanted)
         wanted.sort(key=lambda expert: expert not in self._places)  # experts in memory first
         rows = x.unsqueeze(-2).expand(*experts.shape, x.shape[-1])
-        out = x.new_empty(*experts.shape, self.info.out_features)
+        out = x.new_empty(*experts.shape, self.out_features)
         for begin in range(0, len(wanted), places):
             some = wanted[begin : begin + places]
             chosen = torch.isin(experts, torch.tensor(some))
@@ -108,10 +108,13 @@ class StreamedExperts(nn.LinearExperts):
         place = torch.zeros(self.num_experts, dtype=torch.int64)
         for expert in wanted:
             place[expert] = self._places[expert]
-        return ops.linear_experts(x, self.packed_weight, place[experts], self.info.out_features)
+        return ops.linear_experts(x, self.packed_weight, place[experts], self.out_features)
 
     def _dequantized(self, dtype: torch.dtype) -> Tensor:
         raise ValueError("the experts are in a file; load the model without expert_memory to read their weights")
+
+    def _describe(self, packed_weight: Tensor) -> None:
+        """Does nothing: ``packed_weight`` holds only some of the experts."""
 
     def _verified(self, packed_weight: Tensor) -> Any:
         return self.info  # every byte was checked when the model was loaded

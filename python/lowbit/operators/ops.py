@@ -93,6 +93,16 @@ def _differentiated(x: Tensor) -> bool:
     return not torch.compiler.is_exporting() and not torch.jit.is_tracing()
 
 
+def _explain(error: Exception, **arguments: Any) -> None:
+    """Raises TypeError for an argument that is None or no dense tensor, of which torch's error does not say so."""
+    for name, value in arguments.items():
+        if value is None:
+            raise TypeError(f"{name} is None; expected a tensor") from error
+        if isinstance(value, Tensor) and (value.is_nested or value.layout is not torch.strided):
+            kind = "is a nested tensor" if value.is_nested else f"has the layout {value.layout}"
+            raise TypeError(f"{name} {kind}; expected a dense tensor") from error
+
+
 def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     """``x @ weight.T + bias`` with a packed weight; the activations are quantized to int8 on the fly.
 
@@ -108,19 +118,24 @@ def linear(x: Tensor, packed_weight: Tensor, out_features: int) -> Tensor:
     the rounding of activations, also in forward mode (torch.func.jvp). The packed weight has no gradient.
 
     Raises:
+        TypeError: None, or a sparse or nested tensor.
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
     # An autograd kernel registered from Python would do all of this, but would add several microseconds to every call.
     if _dynamo_traces() and _runs_here():
         return torch.ops.lowbit._traced_linear(x, packed_weight, out_features)
-    if isinstance(x, Tensor):
-        # This condition avoids the function call, which takes 150 ns.
-        if (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
-            function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
-            return function.apply(x, packed_weight, out_features)
-    elif has_torch_function((x,)):  # torch.fx is tracing: the recorded graph may be run with gradients
-        return handle_torch_function(linear, (x,), x, packed_weight, out_features)
-    return _linear(x, packed_weight, out_features)
+    try:
+        if isinstance(x, Tensor):
+            # This condition avoids the function call, which takes 150 ns.
+            if (x.requires_grad or forward_ad._current_level >= 0) and _differentiated(x):
+                function = _StraightThrough if forward_ad._current_level < 0 else _StraightThroughForward
+                return function.apply(x, packed_weight, out_features)
+        elif has_torch_function((x,)):  # torch.fx is tracing: the recorded graph may be run with gradients
+            return handle_torch_function(linear, (x,), x, packed_weight, out_features)
+        return _linear(x, packed_weight, out_features)
+    except (RuntimeError, ValueError) as error:
+        _explain(error, x=x, packed_weight=packed_weight)
+        raise
 
 
 def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[int]) -> tuple[Tensor, ...]:
@@ -137,7 +152,7 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
     The gradient with respect to x is that of :func:`linear`.
 
     Raises:
-        ValueError: as :func:`linear`, or the numbers of weights and of ``out_features`` differ.
+        TypeError, ValueError: as :func:`linear`, or the numbers of weights and of ``out_features`` differ.
     """
     packed_weights, out_features = list(packed_weights), list(out_features)
     if _dynamo_traces() and _runs_here():
@@ -149,7 +164,11 @@ def linears(x: Tensor, packed_weights: Sequence[Tensor], out_features: Sequence[
     fits = len(packed_weights) == len(out_features) > 0  # otherwise the operator reports what is wrong
     if fits and isinstance(x, Tensor) and _differentiated(x):
         return tuple(linear(x, packed, n) for packed, n in zip(packed_weights, out_features, strict=True))
-    outputs = torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
+    try:
+        outputs = torch.ops.lowbit.linears(x, packed_weights, out_features).split(out_features, -1)
+    except (RuntimeError, ValueError) as error:
+        _explain(error, x=x, **{f"packed_weights[{number}]": packed for number, packed in enumerate(packed_weights)})
+        raise
     return outputs
 
 
@@ -196,6 +215,7 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
 
     Raises:
         IndexError: an expert's index is out of range.
+        TypeError: None, or a sparse or nested tensor.
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
     # The backward pass reads the values of `experts`, which torch.compile leaves to Python.
@@ -203,9 +223,13 @@ def linear_experts(x: Tensor, packed_weights: Tensor, experts: Tensor, out_featu
         return torch.ops.lowbit._traced_linear_experts(x, packed_weights, experts, out_features)
     if not isinstance(x, Tensor) and has_torch_function((x,)):
         return handle_torch_function(linear_experts, (x,), x, packed_weights, experts, out_features)
-    if isinstance(x, Tensor) and _differentiated(x):
-        return _StraightThroughExperts.apply(x, packed_weights, experts, out_features)
-    return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
+    try:
+        if isinstance(x, Tensor) and _differentiated(x):
+            return _StraightThroughExperts.apply(x, packed_weights, experts, out_features)
+        return torch.ops.lowbit.linear_experts(x, packed_weights, experts, out_features)
+    except (RuntimeError, ValueError) as error:
+        _explain(error, x=x, packed_weights=packed_weights, experts=experts)
+        raise
 
 
 def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -222,9 +246,14 @@ def embedding(indices: Tensor, packed_weight: Tensor, embedding_dim: int, *, dty
 
     Raises:
         IndexError: an index is out of range.
+        TypeError: None, or a sparse or nested tensor.
         ValueError: a wrong dtype, shape or device, or an invalid packed weight.
     """
-    return torch.ops.lowbit.embedding(indices, packed_weight, embedding_dim, dtype=dtype)
+    try:
+        return torch.ops.lowbit.embedding(indices, packed_weight, embedding_dim, dtype=dtype)
+    except (RuntimeError, ValueError) as error:
+        _explain(error, indices=indices, packed_weight=packed_weight)
+        raise
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -164,8 +164,9 @@ def pack(
 
     A weight is ``scale * (code - 2**(bits - 1))`` when symmetric (``+-scale`` at 1 bit), ``scale * code + min`` when affine,
     and ``scale * levels[code]`` with a table of levels. Scales and mins are stored as float16 with a float32 factor per row.
-    Float16 values are stored exactly, if a power of two brings the row into float16's range; other values are rounded to
-    11 significant bits.
+    Float16 values are stored exactly, if a power of two brings the row into float16's range. In other rows, a value of at
+    least 2**-29 of the row's largest is rounded to 11 significant bits, and a smaller one to a multiple of 2**-39 of the
+    largest, which may be 0.
 
     Args:
         codes: uint8 [n, k], each below ``2**bits``.

@@ -147,9 +147,11 @@ def _refuse_diffusers(model: torch.nn.Module) -> None:
 @contextmanager
 def described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
     """A context around packing that makes ``save_pretrained`` of transformers and diffusers aware of the packed layers."""
-    with _described_to_transformers(model):
-        yield
-    _refuse_diffusers(model)
+    try:
+        with _described_to_transformers(model):
+            yield
+    finally:  # also if the run is interrupted, with some layers packed
+        _refuse_diffusers(model)
 
 
 @contextmanager
@@ -166,10 +168,12 @@ def _described_to_transformers(model: torch.nn.Module) -> Iterator[None]:
         def refuse(*_: Any, **__: Any) -> None:
             raise RuntimeError(f"lowbit cannot save this quantized model: {reason}")
 
-        yield
-        for module in model.modules():
-            if isinstance(module, library.PreTrainedModel):
-                module.save_pretrained = refuse
+        try:
+            yield
+        finally:
+            for module in model.modules():
+                if isinstance(module, library.PreTrainedModel):
+                    module.save_pretrained = refuse
         return
     with describing(model):
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +102,7 @@ def save_logits(
     Args:
         model: the reference, a causal language model of transformers in eval mode; best in float32.
         tokens: ids of the text, at least two.
-        path: the file; its name ends in .safetensors. An existing file is replaced atomically.
+        path: the file; its name ends in .safetensors. An existing file of logits is replaced atomically.
         window, stride, progress: as in :func:`~lowbit.llm.perplexity.perplexity`.
 
     Returns:
@@ -110,6 +110,7 @@ def save_logits(
 
     Raises:
         ValueError: what :func:`~lowbit.llm.perplexity.perplexity` refuses, or another suffix.
+        FileExistsError: the file has something else, such as a model's weights.
         OSError: the file cannot be written, or the disk has too little space for it.
     """
     check_causal(model)
@@ -123,6 +124,7 @@ def save_logits(
     metadata = {_KEY: _VERSION, "window": str(window), "stride": str(stride)}
     most_likely, nats = [], []
     with replacing(path, ".safetensors") as target:
+        _refuse_other_file(Path(path))
         needed, free = logits_bytes(count + 1, vocabulary), shutil.disk_usage(target.parent).free
         if needed > free:
             raise OSError(f"{path} needs {size(needed)} and the disk has {size(free)} left; use another disk or a shorter text")
@@ -141,6 +143,16 @@ def save_logits(
             for tensor in (torch.tensor(tokens).int(), torch.cat(most_likely).int(), torch.cat(nats)):
                 writer.write(_bytes(tensor))
     return Perplexity(count, torch.cat(nats).double().sum().item())
+
+
+def _refuse_other_file(path: Path) -> None:
+    """Raises FileExistsError if there is a file that :func:`save_logits` has not written."""
+    if path.exists() and path.stat().st_size:
+        with suppress(ValueError):  # not a safetensors file
+            read_file(path)
+            if _KEY in read_metadata(path):
+                return
+        raise FileExistsError(f"{path} exists and holds no reference logits; choose another name, or delete it")
 
 
 def logits_bytes(tokens: int, vocabulary: int) -> int:

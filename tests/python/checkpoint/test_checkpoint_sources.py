@@ -5,9 +5,10 @@ import json
 import lowbit
 import pytest
 import torch
-from checkpoints import CONFIG, EMBED, HEAD, NORM, UP, change_tensors, edit_json, refuse, save_model
+from checkpoints import CONFIG, EMBED, HEAD, NORM, UP, change_tensors, edit_json, load, refuse, save_model
 from lowbit import LowBitConfig, inspect_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import outputs
+from lowbit.checkpoint.converting import convert_checkpoint
 from safetensors.torch import load_file
 
 
@@ -108,6 +109,38 @@ def test_a_value_that_is_not_finite(source, tmp_path, monkeypatch, value):
     change_tensors(file, lambda tensors: tensors[f"{UP}.weight"].__setitem__((70, 3), value))
     message = f"{UP}.weight in {file}, rows 64 to 127: weight has 1 NaN or infinite values"
     refuse(source, tmp_path / "packed", ValueError, message)
+
+
+@pytest.mark.parametrize("name", [NORM, f"{HEAD}.weight"])
+def test_nan_in_a_tensor_that_stays_float(source, tmp_path, name):
+    change_tensors(source / "model.safetensors", lambda tensors: tensors[name].view(-1).__setitem__(5, float("nan")))
+    config = LowBitConfig(overrides={HEAD: None})
+    refuse(source, tmp_path / "packed", ValueError, f"{name} has NaN values; expected numbers", config=config)
+    # Infinity is a value that some models store, as the limit of a range.
+    change_tensors(source / "model.safetensors", lambda tensors: tensors[name].view(-1).__setitem__(5, float("inf")))
+    quantize_checkpoint(source, tmp_path / "packed", config)
+    with pytest.raises(ValueError, match="has NaN values"):
+        change_tensors(tmp_path / "packed/model.safetensors", lambda tensors: tensors[name].fill_(float("nan")))
+        convert_checkpoint(tmp_path / "packed", tmp_path / "converted", 16)
+    assert not (tmp_path / "converted").exists()
+
+
+def test_a_file_beside_an_index_of_others(sharded, tmp_path):
+    """One of them is a leftover; transformers would load the single file."""
+    single = sharded / "model.safetensors"
+    save_model(tmp_path / "other", seed=1)
+    (tmp_path / "other/model.safetensors").rename(single)
+    first = min(file.name for file in sharded.glob("model-*"))
+    message = (
+        f"has model.safetensors, and model.safetensors.index.json of other files, {first} for example; expected one of them"
+    )
+    refuse(sharded, tmp_path / "packed", ValueError, str(sharded), message)
+    with pytest.raises(ValueError, match="expected one of them"):
+        load(sharded, quantization_config=CONFIG)
+    # An index of the single file is allowed.
+    names = load_file(single).keys()
+    edit_json(sharded / "model.safetensors.index.json", weight_map=dict.fromkeys(names, single.name))
+    quantize_checkpoint(sharded, tmp_path / "packed", CONFIG)
 
 
 def test_an_unknown_architecture(source, tmp_path):

@@ -139,6 +139,8 @@ def test_a_wrong_name_is_refused_at_once(request, tmp_path, small, suffix):
         request.getfixturevalue("executorch")
     with pytest.raises(ValueError, match=rf"model\.bin'; expected a name that ends in \.{suffix}$"):
         getattr(lowbit, "export_" + suffix)(small, (INDICES,), tmp_path / "model.bin")
+    with pytest.raises(TypeError, match="^example_inputs is a Tensor; expected a tuple of a call's arguments$"):
+        getattr(lowbit, "export_" + suffix)(small, INDICES, tmp_path / f"model.{suffix}")
     assert list(tmp_path.iterdir()) == []
 
 

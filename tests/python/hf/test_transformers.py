@@ -9,6 +9,8 @@ import pytest
 import torch
 from checkpoints import EMBED, HEAD, KINDS, TOKENS, UP, assert_same_model, load, make_model, quantized, save_model  # fmt: skip
 from lowbit import LowBitConfig, quantize_checkpoint
+from lowbit.calibration import calibrate
+from lowbit.layers import packable
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompileConfig, LlamaForSequenceClassification, MixtralConfig, Qwen3MoeConfig
 
@@ -299,6 +301,36 @@ def test_models_quantized_by_quantize_are_saved_and_loaded(tmp_path, kind):
     lowbit.quantize_(whole, lowbit.LinearConfig())
     whole["language"].save_pretrained(tmp_path / "part")
     assert_same_model(load(tmp_path / "part"), whole["language"])
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_an_interrupted_model_is_saved_as_it_is(tmp_path, kind, calibrated, monkeypatch):
+    """Some layers are packed and the others float."""
+    model = load(save_model(tmp_path / "source", kind))
+    config = {"*": lowbit.LinearConfig(4), "*embed*": lowbit.EmbeddingConfig(4)}
+    calls, put = [], packable.put_packed
+
+    def count(*_):
+        calls.append(None)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+
+    def interrupted(*arguments):
+        count()
+        return put(*arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        if calibrated:
+            text = [torch.randint(403, (4, 64), generator=torch.Generator().manual_seed(0))]
+            calibrate(model, text, config, method="importance", progress=count)
+        else:
+            monkeypatch.setattr(packable, "put_packed", interrupted)
+            lowbit.quantize_(model, config)
+    packed = sum(isinstance(layer, lowbit.nn.Packed) for layer in model.modules())
+    assert 1 < packed < 15
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_model(load(tmp_path / "saved"), model)
 
 
 def test_an_unsupported_transformers_saves_no_partial_model(tmp_path, monkeypatch):

@@ -368,6 +368,10 @@ def not_a_number(tensors: dict) -> None:
     tensors[f"{Q}.scales"][0, 0] = math.nan
 
 
+def nan_in_a_norm(tensors: dict) -> None:
+    tensors["model.norm.weight"][0] = math.nan
+
+
 def left_over(tensors: dict) -> None:
     tensors["model.layers.0.more"] = torch.zeros(4, dtype=torch.int32)
 
@@ -387,6 +391,7 @@ REFUSED = {
     "short": (GPTQ, short, "q_proj.g_idx in"),
     "zeros": (GPTQ, other_zeros, "has a zero point that the format's first version has for both 0 and 16"),
     "nan": (GPTQ, not_a_number, "finite"),
+    "nan in a norm": (GPTQ, nan_in_a_norm, "model.norm.weight has NaN values; expected numbers"),
     "left over": (GPTQ, left_over, "model.layers.0.more in"),
     "control letters": (
         GPTQ, of_control_letters, "has a tensor of the name 'model.\\x1b[2J.more'; expected printable characters",

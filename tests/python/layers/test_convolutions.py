@@ -1,6 +1,7 @@
 """Convolutions that equal a matrix product are packed like linear layers; others stay float."""
 
 import copy
+import re
 import warnings
 
 import lowbit
@@ -193,6 +194,27 @@ def test_a_state_dict_restores_the_bits(stem):
     other.load_state_dict(state)
     with torch.no_grad():
         assert all(one.equal(two) for one, two in zip(other(*INPUTS), stem(*INPUTS), strict=True))
+
+
+def test_a_state_dict_of_another_shape(tmp_path):
+    """As many inputs per row do not make the same convolution."""
+    config = lowbit.ConvConfig()
+    pairs = lowbit.nn.Conv.from_float(nn.Conv1d(32, 16, 2, 2), config)
+    before = pairs.packed_weight.clone()
+    linear = lowbit.nn.Linear.from_float(nn.Linear(64, 16), lowbit.LinearConfig(8))
+    points = lowbit.nn.Conv.from_float(nn.Conv1d(64, 16, 1), config)
+    for other, shape in ((linear, [16, 64]), (points, [16, 64, 1])):
+        torch.save(other.state_dict(), tmp_path / "state.pt")
+        for state in (other.state_dict(), torch.load(tmp_path / "state.pt")):
+            expected = f"packed_weight: the weight has shape {shape}; expected [16, 32, 2]"
+            with pytest.raises(RuntimeError, match=re.escape(expected)):
+                pairs.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=re.escape("shape [16, 32, 2]; expected [16, 64]")):
+        linear.load_state_dict(pairs.state_dict())
+    assert torch.equal(pairs.packed_weight, before)
+    # As in torch, a state dict does not record the stride.
+    pairs.load_state_dict(lowbit.nn.Conv.from_float(nn.Conv1d(32, 16, 2, 1), config).state_dict())
+    assert not torch.equal(pairs.packed_weight, before)
 
 
 def test_compiled(stem):

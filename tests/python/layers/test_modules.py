@@ -99,6 +99,32 @@ def test_from_float_refuses_other_things():
         lowbit.nn.Embedding.from_float(nn.Embedding(3, 16), {})
 
 
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_from_float_refuses_layers_that_compute_something_else():
+    """Subclasses would lose what they add, and prepared layers their learned scales."""
+    with pytest.raises(TypeError, match="^a Doubled may use its weight in its own way; expected a torch.nn.Linear$"):
+        lowbit.nn.Linear.from_float(Doubled(32, 16), LinearConfig())
+    configs = {"0": EmbeddingConfig(2), "1": LinearConfig(2)}
+    prepared = lowbit.qat.prepare_(nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 16)), configs)
+    for form, layer, config in zip((lowbit.nn.Embedding, lowbit.nn.Linear), prepared, configs.values(), strict=True):
+        with pytest.raises(TypeError, match="is prepared for training; lowbit.qat.convert_ packs it"):
+            form.from_float(layer, config)
+
+
+def test_from_float_takes_subclasses_that_compute_the_same():
+    plain = nn.Linear(32, 16)
+    output = nn.modules.linear.NonDynamicallyQuantizableLinear(32, 16)
+    output.load_state_dict(plain.state_dict())
+    normed = nn.utils.parametrizations.weight_norm(copy.deepcopy(plain))
+    for layer in (output, normed):
+        expected = lowbit.quantize_tensor(layer.weight, LinearConfig(8), layer.bias)
+        assert torch.equal(lowbit.nn.Linear.from_float(layer, LinearConfig(8)).packed_weight, expected)
+
+
 def test_modules_of_something_else():
     for module in (lowbit.nn.Linear, lowbit.nn.Embedding):
         with pytest.raises(ValueError, match="packed has dtype torch.float32 .* expected torch.uint8"):

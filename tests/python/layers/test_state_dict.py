@@ -181,6 +181,24 @@ def test_a_checkpoint_from_a_model_of_another_dtype():
     assert torch.equal(target[0].dequantize(), source[0].dequantize())
 
 
+@pytest.mark.parametrize("config", [EmbeddingConfig(8), EmbeddingConfig(4, activation_bits=16)], ids=str)
+def test_tied_layers_describe_a_weight_that_one_of_them_has_loaded(config):
+    """Of another size, or of the same size with other activations."""
+    tied = nn.ModuleDict({"table": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
+    tied["head"].weight = tied["table"].weight
+    lowbit.quantize_(tied, {"table": EmbeddingConfig(4), "head": LinearConfig(4)})
+    assert tied["head"].info.bits == 4
+    table = lowbit.nn.Embedding.from_float(nn.Embedding(64, 32), config)
+    tied["table"].load_state_dict(table.state_dict())
+    assert tied["head"].info == tied["table"].info == table.info
+    assert copy.deepcopy(tied)["head"].info == table.info
+    # Damaged bytes are reported when they are used.
+    tied["table"].packed_weight.zero_()
+    assert tied["head"].info == table.info
+    with pytest.raises(ValueError, match="not a packed weight"):
+        tied["head"](torch.ones(1, 32))
+
+
 def test_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -193,6 +193,15 @@ def test_refused_logits_are_not_written(floats, file, tmp_path, monkeypatch):
         save_logits(floats, TOKENS[:1], file, **WINDOWS)
     with pytest.raises(ValueError, match="expected a name that ends in .safetensors"):
         save_logits(floats, TOKENS, tmp_path / "logits.bin", **WINDOWS)
+    weights, text = tmp_path / "model.safetensors", tmp_path / "text.safetensors"
+    safetensors.torch.save_file({"weight": torch.ones(3)}, weights)
+    text.write_text("text")
+    for other in (weights, text):  # such as the weights of the model itself
+        kept = other.read_bytes()
+        with pytest.raises(FileExistsError, match=f"{other.name} exists and holds no reference logits; choose another name"):
+            save_logits(floats, TOKENS, other, **WINDOWS)
+        assert other.read_bytes() == kept
+        other.unlink()
     monkeypatch.setattr(divergence.shutil, "disk_usage", lambda path: SimpleNamespace(free=9000))
     with pytest.raises(OSError, match=r"needs 9.97 kB and the disk has 9.00 kB left; use another disk or a shorter text"):
         save_logits(floats, TOKENS, file, **WINDOWS)

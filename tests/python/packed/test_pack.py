@@ -78,6 +78,14 @@ def test_other_scales_keep_eleven_bits(mapping):
     assert torch.equal(lowbit.pack(**found._asdict()), packed)
 
 
+def test_small_scales_beside_a_large_one():
+    """As the docstring of pack says: to multiples of 2**-39 of the largest."""
+    scales = torch.tensor([[2.0**20, 1.3 * 2.0**-19, 2.6 * 2.0**-19, 2.0**-21], [2.0**100, 2.0**-100, 0, 1]])
+    expected = torch.tensor([[2.0**20, 2.0**-19, 3 * 2.0**-19, 0], [2.0**100, 0, 0, 0]])
+    packed = lowbit.pack(torch.ones(2, 64, dtype=torch.uint8), scales, bits=2, group_size=16)
+    assert torch.equal(lowbit.unpack(packed).scales, expected)
+
+
 def test_scales_may_be_zero_negative_denormal_and_large():
     tiny, large = 2.0**-149, 2.0**127
     for pair in ([0.0, 0.0], [-1.0, 1.0], [tiny, tiny], [large, -large], [1.0, 2.0**-29], [0.0, 3e38]):

@@ -292,13 +292,30 @@ def test_arguments_of_the_wrong_kind_reach_no_kernel():
     for arguments in (([1], PACKED, 40), (INDICES, "packed", 40), (INDICES, PACKED, "40")):
         with pytest.raises(RuntimeError, match="lowbit::embedding.* Expected a value of type"):
             lowbit.embedding(*arguments)
-    # torch accepts None as an undefined tensor.
-    for call in (lowbit.linear, lowbit.embedding):
-        for arguments in ((None, PACKED), (X, None)):
-            with pytest.raises((RuntimeError, ValueError)):
-                call(*arguments, 20)
-    with pytest.raises(NotImplementedError, match="SparseCPU"):
-        lowbit.linear(X.to_sparse(), PACKED, 20)
+
+
+def test_none_and_tensors_that_are_not_dense():
+    """torch accepts None as an undefined tensor, and its error for a sparse tensor fills a page."""
+    nested = torch.nested.nested_tensor([X, X])
+    experts, chosen = PACKED[None], torch.zeros(len(X), 1, dtype=torch.int64)
+    calls = {
+        "x": [
+            lambda x: lowbit.linear(x, PACKED, 20), lambda x: lowbit.linears(x, [PACKED], [20]),
+            lambda x: lowbit.linear_experts(x, experts, chosen, 20),
+        ],
+        "packed_weight": [lambda packed: lowbit.linear(X, packed, 20), lambda packed: lowbit.embedding(INDICES, packed, 40)],
+        "packed_weights[1]": [lambda packed: lowbit.linears(X, [PACKED, packed], [20, 20])],
+        "packed_weights": [lambda packed: lowbit.linear_experts(X, packed, chosen, 20)],
+        "experts": [lambda chosen: lowbit.linear_experts(X, experts, chosen, 20)],
+        "indices": [lambda indices: lowbit.embedding(indices, PACKED, 40)],
+    }  # fmt: skip
+    for name, functions in calls.items():
+        for function in functions:
+            refuses(TypeError, f"{name} is None; expected a tensor", function, None)
+            refuses(TypeError, f"{name} has the layout torch.sparse_coo; expected a dense", function, X.to_sparse())
+            refuses(TypeError, f"{name} has the layout torch._mkldnn; expected a dense", function, X.to_mkldnn())
+            refuses(TypeError, f"{name} is a nested tensor; expected a dense", function, nested)
+    refuses(TypeError, "x has the layout torch.sparse_coo", lowbit.linear, X.to_sparse().requires_grad_(), PACKED, 20)
 
 
 def limited(script: str, run_python, room: int) -> str:

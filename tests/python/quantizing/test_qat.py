@@ -333,6 +333,23 @@ def test_a_state_dict_of_another_config(other, found, strict, assign):
     assert torch.equal(model[1].weight_scale, whole[1].weight_scale)
 
 
+@pytest.mark.parametrize("mapping, missing", [("symmetric", "weight_scale"), ("affine", "weight_scale and no weight_min")])
+@pytest.mark.parametrize("assign", [False, True])
+def test_float_weights_are_loaded_before_preparing(mapping, missing, assign):
+    """With strict=False the scales of the old weights stayed."""
+    model = lowbit.qat.prepare_(two(), LinearConfig(4, 16, mapping))
+    before = copy.deepcopy(model.state_dict())
+    expected = f"0.weight: the state dict has no {missing} for it, and the model is prepared for training; load float weights"
+    for strict in (False, True):
+        with pytest.raises(RuntimeError, match=expected):
+            model.load_state_dict(two().state_dict(), strict=strict, assign=assign)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # Scales alone may be loaded, for example those that an optimizer has learned.
+    model.load_state_dict(
+        {"0.weight_scale": before["0.weight_scale"], "0.weight_format": before["0.weight_format"]}, strict=False
+    )
+
+
 def two() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
 
@@ -402,6 +419,9 @@ def test_falcons_linear_layers_are_trained_too():
     """They have their own class, which differs from torch.nn.Linear only by a rounding."""
     config = FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
     model = FalconForCausalLM(config)
+    floats = model.transformer.h[0].self_attention.query_key_value
+    packed = lowbit.nn.Linear.from_float(floats, LinearConfig(4, 16))
+    assert torch.equal(packed.packed_weight, lowbit.quantize_tensor(floats.weight, LinearConfig(4, 16), floats.bias))
     lowbit.qat.prepare_(model, {"*": LinearConfig(4, 16)})
     tokens = torch.tensor([[1, 2, 3]])
     model(tokens).logits.sum().backward()
