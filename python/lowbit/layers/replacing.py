@@ -1,4 +1,4 @@
-"""Which float layers a packed module can replace, and what it takes over from them: hooks, mode, attributes and dtype."""
+"""Which float layers a packed module can replace, and what the module keeps of them: hooks, mode, attributes and dtype."""
 
 from __future__ import annotations
 
