@@ -245,7 +245,7 @@ def document_bounds(cycles: dict) -> list[str]:
         "### Distance to the bound of the model",
         "",
         "4 bits, symmetric. The bound has only the instructions that the arithmetic and the format require: products, float",
-        "operations of segments and groups, and unpacking (attention with a float32 cache: its fma). In the bound, vector pipes",
+        "operations of segments and groups, and unpacking (attention with a float32 cache: its fma). In it, vector pipes",
         "are never idle (half of them multiply long, as NEON without dot products does), and loads, stores, broadcasts, starts",
         "of sums and loops cost nothing. Each column: cycles of the bound / modeled cycles per 128 weights and row.",
         "",

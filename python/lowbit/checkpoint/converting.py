@@ -48,8 +48,8 @@ def convert_checkpoint(
 
     Raises:
         OSError: a file is missing or cannot be read; target is not empty or cannot be written; the disk is full.
-        TypeError, ValueError: source is not packed, damaged, or has NaN values; no layer matches; another number of bits. The target is then
-            removed.
+        TypeError, ValueError: source is not packed, damaged, or has NaN values; no layer matches; another number of bits.
+            The target is then removed.
     """
     from ..hf.config import METHOD
 
