@@ -138,7 +138,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
         copied = memo[id(self)] = Decoder.__new__(type(self))
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
     def __reduce__(self) -> Any:

@@ -77,7 +77,7 @@ class Text:
         return plain
 
 
-def check_lengths(name: str, prompt: list[int], max_new_tokens: Any, max_length: int) -> int:
+def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length: int) -> int:
     """``max_new_tokens`` as a Python int.
 
     Raises:
@@ -182,15 +182,12 @@ def _checked_length(step: Any, max_length: int | None) -> int:
     limit = getattr(step, "max_length", max_length)
     if limit is None:
         raise ValueError(f"max_length is None; expected a number of tokens, because a {type(step).__name__} has no limit")
-    limit = check_whole("max_length", limit, 1)
-    return (
-        limit
-        if max_length is None
-        else check_whole("max_length", max_length, 1, limit, f"at most {limit}, that of the decoder")
-    )
+    most = check_whole("max_length", limit, 1)
+    wanted = most if max_length is None else max_length
+    return check_whole("max_length", wanted, 1, most, f"at most {most}, that of the decoder")
 
 
-def _checked_guesses(step: Any, guesses: Any, draft: Any, max_length: int) -> int:
+def _checked_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> int:
     guesses = check_whole("guesses", guesses, 0)
     if guesses and not gives_rows(step):
         raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")

@@ -82,7 +82,7 @@ def most_likely(logits: Any) -> int:
     return token
 
 
-def check_max_length(max_length: Any, limit: int | None, step: int = 1) -> int:
+def check_max_length(max_length: int, limit: int | None, step: int = 1) -> int:
     """``max_length`` as a Python int.
 
     Raises:

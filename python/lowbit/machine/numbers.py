@@ -29,7 +29,8 @@ def check_whole(name: str, value: Any, least: float = -math.inf, most: float = m
 
 def check_number(name: str, value: Any, least: float, most: float, expected: str) -> None:
     """Raises ValueError unless the value is a number from ``least`` to ``most``; NaN is not."""
-    if not isinstance(value, Real):
+    is_number = isinstance(value, Real)
+    if not is_number:
         raise ValueError(f"{name} is {value!r}; expected {expected if 'number' in expected else f'a number, {expected}'}")
     if not least <= value <= most:
         raise ValueError(f"{name} is {value}; expected {expected}")
