@@ -22,6 +22,7 @@
 #endif
 
 #include "../plan/model.h"
+#include "../plan/plan.h"
 #include "../plan/sampling.h"
 #include "tokenizer.h"
 
@@ -189,7 +190,40 @@ class Program {
     }
     const int64_t cpus = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
     const int64_t threads = std::min<int64_t>(1024, options_.threads != 0 ? options_.threads : cpus);
-    return PlanModel::open(plan, static_cast<int>(threads), &model_);
+    if (Status status = PlanModel::open(plan, static_cast<int>(threads), &model_); !status.ok()) return status;
+    return check_settings(plan);
+  }
+
+  // Refuses a plan if a file beside it that says what the model computes or where its texts end has changed since the plan was
+  // made. On a device such files may be missing.
+  Status check_settings(const std::string& plan) const {
+    const auto fact = model_->plan().about.find("program");
+    if (fact == model_->plan().about.end()) return {};
+    std::string description;  // JSON as Python writes it, 7 bytes in each number but the first
+    for (size_t i = 1; i < fact->second.size(); ++i) {
+      for (int bit = 0; bit < 56; bit += 8) description += static_cast<char>(fact->second[i] >> bit);
+    }
+    for (const char* name : {"config.json", "generation_config.json"}) {
+      const std::string key = std::string("\"") + name + "\": [";
+      const size_t at = description.find(key);
+      uint64_t size = 0, count = 0;
+      uint32_t sum = 0, found = 0;
+      const char* const numbers = description.c_str() + (at == std::string::npos ? 0 : at + key.size());
+      if (at == std::string::npos || std::sscanf(numbers, "%" SCNu64 ", %" SCNu32, &size, &sum) != 2) continue;
+      std::FILE* const there = std::fopen((options_.directory + "/" + name).c_str(), "rb");
+      if (there == nullptr) continue;
+      char content[4096];
+      while (const size_t read = std::fread(content, 1, sizeof content, there)) {
+        found = checksum(content, read, found);
+        count += read;
+      }
+      std::fclose(there);
+      if (count != size || found != sum) {
+        return Status::error("%s beside %s has changed since the plan was made; to write a new one: lowbit export DIRECTORY "
+                             "--to plan", name, plan.c_str());
+      }
+    }
+    return {};
   }
 
   Status continue_text() {

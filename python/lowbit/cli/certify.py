@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import lowbit
@@ -15,7 +16,7 @@ from .output import Output
 def certify(output: Output, model: options.Model, *, threads: options.Threads = None) -> None:
     """Print a digest of a packed model's logits, which is the same on every machine."""
     from .. import _C, isa
-    from ..llm.plan_files import PLAN
+    from ..files.plan_facts import PLAN, check_settings
 
     file, count = model / PLAN, threads or default_threads()
     made = not file.exists()
@@ -23,8 +24,10 @@ def certify(output: Output, model: options.Model, *, threads: options.Threads = 
         _make(output, model, file, threads)
     else:
         check_threads(threads)
+    plan = _C.PlanModel(os.fsencode(file), count)
+    check_settings(file, plan.about)
     with output.progress("computing the logits of a fixed text"):
-        certificate = f"{_C.PlanModel(str(file), count).certify():016x}"
+        certificate = f"{plan.certify():016x}"
     document = {"model": str(model), "plan": str(file), "made": made, "certificate": certificate}
     output.result(document | {"isa": isa()["active"], "threads": count}, certificate)
 

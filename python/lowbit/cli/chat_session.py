@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,6 +116,8 @@ def _document(session: Session, conversation: Chat, answers: list[tuple[str, Ans
 
 def _piped() -> Iterator[str]:
     """Yields the lines of stdin; each is a message."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # _converse refuses such a message in a sentence
     for line in sys.stdin:
         yield line.rstrip("\r\n")
 
@@ -173,6 +176,7 @@ def _converse(output: Output, conversation: Chat, messages: Iterator[str]) -> It
         if message in ("/quit", "/exit"):
             return
         try:
+            message = options.check_text(message, "the message")
             if message.startswith("/"):
                 _command(output, conversation, message)
             elif message.strip():

@@ -311,10 +311,15 @@ class Sampling:
         if not given.get("dry_multiplier"):
             refuse_unused("without --dry-multiplier", "dry_base", "dry_allowed_length", "dry_breakers")
         else:
-            strings = check_stop_strings(given.get("dry_breakers", BREAKERS), "--dry-breaker")
+            chosen = given.get("dry_breakers", BREAKERS)
+            strings = check_stop_strings((check_text(text, "--dry-breaker") for text in chosen), "--dry-breaker")
             given["dry_breakers"] = breakers(tokenizer, strings)
         if "logit_bias" in given:
-            given["logit_bias"] = dict(map(_parse_bias, given["logit_bias"]))
+            pairs = list(map(_parse_bias, given["logit_bias"]))
+            given["logit_bias"] = dict(pairs)
+            if len(given["logit_bias"]) < len(pairs):
+                token = next(token for at, (token, _) in enumerate(pairs) if token in dict(pairs[:at]))
+                raise typer.BadParameter(f"token {token} has two; expected one", param_hint="--logit-bias")
         return given
 
 

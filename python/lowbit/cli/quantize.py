@@ -258,7 +258,7 @@ def _stays_float(summary: CheckpointSummary) -> list[str]:
 
 def _override(text: str) -> tuple[str, dict[str, Any] | None]:
     """An override of LowBitConfig from PATTERN=BITS[,GROUP[,MAPPING[,ACTIVATION_BITS]]] or PATTERN=float."""
-    pattern, _, value = text.rpartition("=")
+    pattern, _, value = options.check_text(text, "--override").rpartition("=")
     if pattern and value == "float":
         return pattern, None
     bits, *rest = value.split(",")

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from ..files.plan_facts import check_settings
 from ..llm.decoder import Decoder, check_call
 from ..llm.loading import stop_tokens
 from ..llm.plan_step import PlanStep
+from ..machine.one_text import OneText
 from .module import Delegate, described, export_delegates, export_pt2, export_pte, zeros
 from .plan_export import Outline, SessionOutline, plan_with_weights, write_plan
 from .token_file import write_tokens
@@ -112,12 +114,15 @@ class ExportedDecoder:
     stop: tuple[int, ...]  # tokens that end a text
     recurrent: bool  # layers have states or sliding-window caches: a text must continue at its end or start at 0
     _run: Callable[[Tensor, Tensor], Tensor] = field(repr=False)
-    _position: int | None = field(default=None, repr=False)
+    _position: int | None = field(default=0, repr=False)  # tokens of the text; None after a failed call, if states are unknown
     _texts: _Texts | None = field(default=None, repr=False)
+    one_text: OneText = field(default_factory=OneText, repr=False, compare=False)
 
     def kept(self, count: int) -> int:
         """The number of the first `count` tokens of the text after which a call can continue."""
-        return count if not self.recurrent or count == self._position else 0
+        if self.recurrent:
+            return count if count == self._position else 0
+        return min(count, self._position or 0)
 
     def use(self, number: int) -> int:
         """Continues another text in the next calls; returns the number of its tokens. The first text has number 0.
@@ -128,8 +133,9 @@ class ExportedDecoder:
             ValueError: the file has only one text: it is a .pt2, or a .pte without a plan.
             RuntimeError: the program failed; its log says why.
         """
-        self._position = self._all_texts().use(number)
-        return self._position
+        with self.one_text:
+            self._position = self._all_texts().use(number)
+            return self._position
 
     def end(self, number: int) -> None:
         """Frees a text that is not in use. Errors as :meth:`use`, also if there is no such text, or it is in use."""
@@ -149,8 +155,9 @@ class ExportedDecoder:
         Returns the number of its tokens. Errors as :meth:`use`, and ValueError or RuntimeError for other files; the text is
         then as before.
         """
-        self._position = self._all_texts().load(os.fspath(file))
-        return self._position
+        with self.one_text:
+            self._position = self._all_texts().load(os.fspath(file))
+            return self._position
 
     def _all_texts(self) -> _Texts:
         if self._texts is None:
@@ -170,21 +177,23 @@ class ExportedDecoder:
         Raises:
             ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or the states are not
                 those after ``start`` tokens.
-            IndexError: the text is longer than max_length.
-            RuntimeError: the program failed.
+            IndexError: the text is longer than max_length, or has fewer than ``start`` tokens.
+            RuntimeError: the program failed, or is computing another text.
         """
-        check_call(tokens, start, self.vocabulary, self.max_length)
-        begin = int(start)
-        if begin and self.kept(begin) != begin:
-            raise ValueError(
-                f"start is {begin}; expected 0 or {self._position}, the number of tokens so far: states of recurrent layers "
-                "and caches of a sliding window cannot be cut back"
-            )
-        self._position = None
-        for begin in range(0, tokens.shape[1], self.chunk):
-            logits = self._run(tokens[:, begin : begin + self.chunk].contiguous(), start + begin)
-        self._position = int(start) + tokens.shape[1]
-        return logits
+        with self.one_text:
+            count = self.max_length if self.recurrent else self._position or 0  # the text of states is checked below
+            check_call(tokens, start, self.vocabulary, self.max_length, count)
+            before = int(start)
+            if before and self.kept(before) != before:
+                raise ValueError(
+                    f"start is {before}; expected 0 or {self._position}, the number of tokens so far: states of recurrent layers "
+                    "and caches of a sliding window cannot be cut back"
+                )
+            self._position = None if self.recurrent else before  # if the call fails
+            for begin in range(0, tokens.shape[1], self.chunk):
+                logits = self._run(tokens[:, begin : begin + self.chunk].contiguous(), start + begin)
+            self._position = before + tokens.shape[1]
+            return logits
 
 
 class _CachesAsInputs(torch.nn.Module):
@@ -331,7 +340,8 @@ def _export_pt2(decoder: Decoder, path: str | os.PathLike[str], about: dict[str,
 
 
 def _load_plan(path: str, max_length: int | None, cache: str | None) -> ExportedDecoder:
-    model = _C.PlanModel(path, torch.get_num_threads())
+    model = _C.PlanModel(os.fsencode(path), torch.get_num_threads())
+    check_settings(Path(path), model.about)
     length = min(2048, model.positions) if max_length is None else max_length
     texts = _PlanTexts(lambda: PlanStep(model, length, cache or "float32"))
 

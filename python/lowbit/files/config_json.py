@@ -19,7 +19,9 @@ _TYPES: dict[str, tuple[type, str]] = {
     "tie_word_embeddings": (bool, "true or false"),
     "rope_scaling": (dict, "an object"),
     "rope_parameters": (dict, "an object"),
-    **dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers"), (int, "a positive whole number")),
+    **dict.fromkeys(
+        ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"), (int, "a positive whole number")
+    ),
 }
 # Separate settings files of older writers, whose config.json has no quantization_config -> quantization method.
 SETTINGS_FILES = {

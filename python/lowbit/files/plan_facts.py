@@ -54,11 +54,31 @@ def description(facts: dict[str, list[int]], version: str) -> dict[str, Any]:
         KeyError, ValueError, OverflowError: there is none, or it is that of another version, which may compute a plan in
             another way.
     """
-    size, *numbers = facts[FACT]
-    content = json.loads(b"".join(number.to_bytes(_PER_NUMBER, "little") for number in numbers)[:size])
+    content = _content(facts)
     if content["lowbit"] != version:
         raise KeyError("lowbit")
-    return dict(content)
+    return content
+
+
+def _content(facts: dict[str, list[int]]) -> dict[str, Any]:
+    size, *numbers = facts[FACT]
+    return dict(json.loads(b"".join(number.to_bytes(_PER_NUMBER, "little") for number in numbers)[:size]))
+
+
+def check_settings(file: Path, facts: dict[str, list[int]]) -> None:
+    """Checks the files beside a plan that say what the model computes and where its texts end, as far as they are there.
+
+    Raises:
+        ValueError: one has changed since the plan was made.
+    """
+    try:
+        recorded = _content(facts)["files"]
+        sums = {name: recorded[name] for name in ("config.json", "generation_config.json")}
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return  # the plan was made without a description
+    for name, now in states(file.parent, list(sums)).items():
+        if now is not None and now != sums[name]:
+            raise ValueError(f"{name} beside {file} has changed since the plan was made; remove the plan, and make a new one")
 
 
 def described(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias, Unpack
 
 from ..files.untrusted import one_line, raised_by_reader
+from ..machine.numbers import check_whole
 from ..operators.cache_layout import copied, is_state, states_of
 from .caches import Caches
 from .generation import AGAIN, Generation, Text, TextWriter, check_lengths
@@ -74,10 +75,7 @@ class Batch:
             raise ValueError(f"a {type(decoder).__name__} takes one text at a time; expected a Decoder, not compiled")
         decoder.check()
         decoder.check_texts()
-        for name, value in (("at_once", at_once), ("rows", rows)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; expected 1 or more")
-        self.decoder, self.at_once, self.rows = decoder, at_once, rows
+        self.decoder, self.at_once, self.rows = decoder, check_whole("at_once", at_once, 1), check_whole("rows", rows, 1)
         self.prefix_cache: PrefixCache | None = None  # on disk; read for new prompts, written when texts end
         self._guesses = 0
         self._draft: Any = None
@@ -95,8 +93,7 @@ class Batch:
         Raises:
             ValueError: a number out of its range, a draft with fewer positions than the decoder, or one of another model.
         """
-        if guesses < 1:
-            raise ValueError(f"guesses is {guesses}; expected 1 or more")
+        guesses = check_whole("guesses", guesses, 1)
         check_draft(self.decoder, draft, self.decoder.max_length)
         self._guesses, self._draft = min(guesses, MOST), draft
 
@@ -444,9 +441,10 @@ class _WithPrefixes(Batch):
 
 def _numbers(name: str, value: int | Sequence[int], count: int, step: int) -> list[int]:
     """A number for each prompt; a single value grows by ``step``."""
-    if isinstance(value, int):
-        return [value + step * i for i in range(count)]
-    numbers = list(value)
+    if not isinstance(value, Iterable):
+        first = check_whole(name, value, expected="one number, or one for each prompt")
+        return [first + step * i for i in range(count)]
+    numbers = [check_whole(f"a number of {name}", number, expected="one for each prompt") for number in value]
     if len(numbers) != count:
         raise ValueError(f"{name} has {len(numbers)} numbers; expected {count}, one for each prompt")
     return numbers

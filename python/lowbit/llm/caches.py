@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from .texts_call import TextsDecoder
+
 # Types of the KV cache: one type for keys and values, or the type of keys, then that of values.
 CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")
 
@@ -19,13 +21,15 @@ CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")
 class Caches:
     """Keys, values and states of one text, outside a decoder; from :meth:`Decoder.new_caches` and :meth:`Decoder.read`."""
 
-    def __init__(self, layers: Sequence[tuple[Any, ...]], cache_type: str, model: Any, length: int, windows: Mapping[int, int]):
+    def __init__(
+        self, layers: Sequence[tuple[Any, ...]], cache_type: str, decoder: TextsDecoder, length: int, windows: Mapping[int, int]
+    ):
         """
         Args:
             layers: for each layer, keys and values in the layout of the attention operators, and states if it is recurrent;
                 tensors of torch, or arrays of numpy.
             cache_type: the cache type of keys and values, as :class:`Decoder` takes it.
-            model: the model that computes them.
+            decoder: whose model computes them.
             length: capacity in tokens.
             windows: the windows of layers that do not keep the whole of a long text.
         """
@@ -34,11 +38,17 @@ class Caches:
         self.length = length
         self._windows = dict(windows)
         self.tokens: list[int] = []  # the tokens whose keys and values are stored
-        self._model: weakref.ref[Any] | None = weakref.ref(model)
+        self._model: weakref.ref[Any] | None = weakref.ref(decoder.model)
+        self._key_of, self._key = type(decoder).model_key, b""  # what identifies the model, in unpickled caches
         self._planned: tuple[weakref.ref[Any], list[Any], Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_model": None, "_planned": None}  # neither can be pickled
+        if self._model is None:
+            return vars(self)
+        model = self._model()
+        if model is None:
+            raise TypeError("the model of these caches no longer exists; expected to pickle them while it does")
+        return vars(self) | {"_model": None, "_key_of": None, "_planned": None, "_key": self._key_of(model)}
 
     def planned(self, plan: Any, arrange: Callable[[Any], Any]) -> Any:
         """The layers as ``plan`` uses them: the result of ``arrange``, which is kept until they change."""
@@ -48,9 +58,16 @@ class Caches:
             known = self._planned = weakref.ref(plan), list(self.layers), arrange(self.layers)
         return known[2]
 
-    def is_of(self, model: Any) -> bool:
-        """Whether this model computes them; True for unpickled caches, whose model is unknown."""
-        return self._model is None or self._model() is model
+    def is_of(self, decoder: TextsDecoder) -> bool:
+        """Whether the decoder's model computes them. Unpickled caches have its key, and belong to the first model that has it."""
+        if self._model is None:
+            try:
+                if self._key != decoder.model_key(decoder.model):
+                    return False
+            except ValueError:  # nothing identifies the model
+                return False
+            self._model, self._key_of = weakref.ref(decoder.model), type(decoder).model_key
+        return self._model() is decoder.model
 
     @property
     def recurrent(self) -> bool:

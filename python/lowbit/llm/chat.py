@@ -53,6 +53,9 @@ def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]
             raise ValueError(f"generation_config.json has {name} {value!r}; expected a number")
         return value
 
+    do_sample = getattr(config, "do_sample", None)
+    if not isinstance(do_sample, bool | None):
+        raise ValueError(f"generation_config.json has do_sample {do_sample!r}; expected true or false")
     ignored = [
         name
         for name, neutral in _OTHER_SETTINGS.items()
@@ -64,7 +67,7 @@ def sampling_of(model: torch.nn.Module) -> tuple[Sampling, int | None, list[str]
         most = number("max_new_tokens", None, int)
         if most is not None and most < 1:
             raise ValueError(f"max_new_tokens is {most}; expected 1 or more")
-        temperature, top_k, top_p, min_p = (*drawn, min_p) if getattr(config, "do_sample", None) else (0.0, None, None, 0.0)
+        temperature, top_k, top_p, min_p = (*drawn, min_p) if do_sample else (0.0, None, None, 0.0)
         return Sampling(temperature, top_k or None, top_p, penalty, min_p), most, ignored  # top_k 0: all
     except ValueError as error:
         raise ValueError(f"the generation_config.json of the model: {error}") from error

@@ -17,8 +17,9 @@ from ..exports.module import machine_code, write_package
 from ..files.replace import replacing
 from ..files.untrusted import one_line
 from ..machine.facts import cpp_compiler
+from ..machine.one_text import OneText
 from .compiled_files import Unknown, check_owner, key_of, prune
-from .decoder import Decoder, check_call
+from .decoder import Decoder
 
 _LOG = logging.getLogger(__name__)
 
@@ -40,10 +41,13 @@ class Step:
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
         """The same as :meth:`Decoder.forward`."""
-        self._decoder.check()
-        check_call(tokens, start, self._decoder.vocabulary, self.max_length)
-        graph = self._one if tokens.shape[1] == 1 else self._many
+        graph = self._one if tokens.dim() == 2 and tokens.shape[1] == 1 else self._many
         return self._decoder.run_pieces(graph, tokens, start)
+
+    @property
+    def one_text(self) -> OneText:
+        """That of the decoder, whose caches the graphs use."""
+        return self._decoder.one_text
 
     @property
     def recurrent(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..hf import decoding
 from ..hf.shared_inputs import observed
+from ..machine.one_text import OneText
 from ..operators.cache_layout import can_continue, copy_layer, is_state, window_length
 from ..plan.plan_file import Slot
 from ..plan.recording import Unplannable
@@ -39,12 +41,15 @@ def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         start = start + piece.shape[1]
 
 
-def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) -> None:
+def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int, count: int) -> None:
     """Checks the arguments of a call, because machine code would ignore invalid ones or crash.
+
+    Args:
+        count: the number of tokens of the text so far.
 
     Raises:
         ValueError: tokens are not int64 [1, s], start is not int64 [1], or a token is not in the vocabulary.
-        IndexError: the text is longer than max_length, or start is negative.
+        IndexError: the text is longer than max_length, or start is negative or more than ``count``.
     """
     for name, tensor, shape in (("tokens", tokens, "[1, s]"), ("start", start, "[1]")):
         if tensor.dtype != torch.int64 or tensor.dim() != shape.count(",") + 1 or tensor.shape[0] != 1:
@@ -60,6 +65,8 @@ def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int) 
             f"start is {begin} and there are {tokens.shape[1]} tokens; expected a start from 0 and no more than the "
             f"max_length of {max_length} tokens altogether"
         )
+    if begin > count:
+        raise IndexError(f"start is {begin}; expected at most {count}, the tokens that came before")
 
 
 class Decoder(torch.nn.Module, TextsDecoder):
@@ -106,8 +113,10 @@ class Decoder(torch.nn.Module, TextsDecoder):
                 says how.
         """
         super().__init__()
+        if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+            raise ValueError(f"the model is a {type(model).__name__}; expected a causal language model of transformers")
         config = model.config.get_text_config()
-        check_max_length(max_length, decoding.position_limit(config), self._STEP)
+        max_length = check_max_length(max_length, decoding.position_limit(config), self._STEP)
         self.cache_type = type_of(cache, model.dtype)
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
@@ -119,11 +128,21 @@ class Decoder(torch.nn.Module, TextsDecoder):
         self._plan: DecoderPlan | None = None
         self._plan_caches: Any = None
         self._observers: list[Observer] = []
+        self.one_text, self.count = OneText(), max_length  # the proofs fill the caches
         try:
             self._take(config, windows, plan)
         except Exception as error:
             decoding.give_back(model)
             raise decoding.refusal(model, error) from error
+        self.count = 0  # tokens of the text in the caches
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Decoder:
+        copied = memo[id(self)] = Decoder.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Decoder cannot be pickled; save its model, and make a new Decoder of it")
 
     def _take(self, config: Any, windows: bool, plan: bool) -> None:
         decoding.check_config(config, self.max_length)
@@ -261,7 +280,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
 
     def kept(self, count: int) -> int:
         """The number of the first ``count`` tokens of the decoder's text after which a call can continue."""
-        count = count if self._keeper is None else self._keeper.kept(count)
+        count = min(count, self.count) if self._keeper is None else self._keeper.kept(count)
         return count if can_continue(self._caches(), self.windows, count) else 0
 
     def check_texts(self) -> None:
@@ -321,13 +340,20 @@ class Decoder(torch.nn.Module, TextsDecoder):
 
         return prefix_key(self)
 
+    @staticmethod
+    def model_key(model: Any) -> bytes:
+        from .prefixes import model_key
+
+        return model_key(model)
+
     def caches(self) -> list[tuple[Tensor, ...]]:
         """Keys, values and states of each layer; docs/internals/operators.md describes their layout.
 
         If the caches of a layer hold only a window, the tensor after keys and values says which positions they hold.
         """
+        self.count = self.max_length  # the caller may change them
         if self._keeper is not None:
-            self._keeper.position = None  # the caller may change them
+            self._keeper.position = None
         return self._caches()
 
     def _caches(self) -> list[tuple[Tensor, ...]]:
@@ -393,24 +419,39 @@ class Decoder(torch.nn.Module, TextsDecoder):
         Raises:
             ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or the states are not
                 those after ``start`` tokens.
-            IndexError: the text is longer than max_length.
-            RuntimeError: the decoder was released.
+            IndexError: the text is longer than max_length, or has fewer than ``start`` tokens.
+            RuntimeError: the decoder was released, or is computing another text.
         """
         if torch.compiler.is_compiling():
             return self.run_eagerly(tokens, start)
-        self.check()
-        check_call(tokens, start, self.vocabulary, self.max_length)
         return self.run_pieces(self._step, tokens, start)
 
     def run_pieces(self, step: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, start: Tensor) -> Tensor:
-        """Calls ``step``, of this decoder, with pieces of a text; returns the logits after the last token."""
-        if self._keeper is not None:
-            self._keeper.begin(int(start))
-        for piece in pieces(tokens, start):
-            logits = step(*piece)
-        if self._keeper is not None:
-            self._keeper.end(int(start) + tokens.shape[1], keep=tokens.shape[1] > 1)
+        """Calls ``step``, of this decoder, with pieces of a text, as :meth:`forward`."""
+        with self._call(tokens, start, keep=tokens.dim() == 2 and tokens.shape[1] > 1):
+            for piece in pieces(tokens, start):
+                logits = step(*piece)
         return logits
+
+    @contextmanager
+    def _call(self, tokens: Tensor, start: Tensor, keep: bool = False, keep_start: bool = False) -> Iterator[None]:
+        """A context that computes tokens of the text in the decoder's caches, and checks them before.
+
+        Args:
+            keep, keep_start: keep copies of the states after the call, or before it.
+        """
+        with self.one_text:
+            self.check()
+            count = self.count if self._keeper is None else self.max_length  # a keeper knows where its text can continue
+            check_call(tokens, start, self.vocabulary, self.max_length, count)
+            begin = int(start)
+            if self._keeper is not None:
+                self._keeper.begin(begin, keep_start)
+            self.count = begin  # if the call fails
+            yield
+            self.count = begin + tokens.shape[1]
+            if self._keeper is not None:
+                self._keeper.end(self.count, keep)
 
     def _step(self, tokens: Tensor, start: Tensor) -> Tensor:
         rows, before = tokens.shape[1], 0 if self._plan is None else int(start)
@@ -432,19 +473,14 @@ class Decoder(torch.nn.Module, TextsDecoder):
 
     def all_logits(self, tokens: Tensor, start: Tensor) -> Tensor:
         """Logits [1, s, vocabulary] after each token; otherwise as :meth:`forward`."""
-        self.check()
-        check_call(tokens, start, self.vocabulary, self.max_length)
-        if self._keeper is not None:
-            self._keeper.begin(int(start), keep=True)
-        rows = torch.arange(tokens.shape[1])
-        if (plan := self._usable_plan(True)) is None:
-            logits, hidden = self.run_observed(tokens, start + rows, start, self._caches())
-        else:
-            logits, hidden = plan.run(tokens, start + rows, rows, [(0, len(rows), int(start), self._plan_caches)])
-            logits = logits[None]
-        self._show(int(start), tokens, hidden)
-        if self._keeper is not None:
-            self._keeper.end(int(start) + tokens.shape[1])
+        with self._call(tokens, start, keep_start=True):
+            rows = torch.arange(tokens.shape[1])
+            if (plan := self._usable_plan(True)) is None:
+                logits, hidden = self.run_observed(tokens, start + rows, start, self._caches())
+            else:
+                logits, hidden = plan.run(tokens, start + rows, rows, [(0, len(rows), int(start), self._plan_caches)])
+                logits = logits[None]
+            self._show(int(start), tokens, hidden)
         return logits
 
     def read(self, tokens: Sequence[int], prefix: Caches | None = None) -> Caches:
@@ -462,7 +498,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
         tokens = prompt_ids("the text", tokens)
         if prefix is not None:
             self.check_caches(prefix)
-        check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length)
+        check_call(torch.tensor([tokens]).long(), torch.tensor([0]), self.vocabulary, self.max_length, 0)
         caches = self.new_caches(-(-len(tokens) // 16) * 16)
         shared = 0 if prefix is None else prefix.usable(common(prefix.tokens, tokens))
         if prefix is not None and shared:
@@ -489,11 +525,13 @@ class Decoder(torch.nn.Module, TextsDecoder):
             raise ValueError("the text has no tokens; expected at least one")
         count = caches.usable(min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length))
         if count:
-            for source, target in zip(caches.layers, self.caches(), strict=True):
-                copy_layer(source, target, count)
-            if self._keeper is not None:
-                self._keeper.begin(0)
-                self._keeper.end(count, keep=True)
+            with self.one_text:
+                for source, target in zip(caches.layers, self._caches(), strict=True):
+                    copy_layer(source, target, count)
+                self.count = count
+                if self._keeper is not None:
+                    self._keeper.begin(0)
+                    self._keeper.end(count, keep=True)
         return count
 
     def run_call(self, call: TextsCall, everywhere: bool) -> Tensor:
@@ -504,7 +542,8 @@ class Decoder(torch.nn.Module, TextsDecoder):
         if plan is None:
             texts = [decoding.Part(part.begin, part.end, torch.tensor([part.start]), part.caches.layers) for part in parts]
             kept = 0 if everywhere else keep
-            (logits, *_), hidden = self.run_observed(*inputs, torch.tensor([0]), decoding.Texts(texts), kept)
+            with self.one_text:  # layers of the model find the call's caches in one place
+                (logits, *_), hidden = self.run_observed(*inputs, torch.tensor([0]), decoding.Texts(texts), kept)
         else:
             planned = [(part.begin, part.end, part.start, part.caches.planned(plan, plan.caches)) for part in parts]
             logits, hidden = plan.run(*inputs, keep, planned)

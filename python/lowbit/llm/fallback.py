@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
+from ..machine.one_text import OneText
 from .decoder import check_call
 from .proof import EXACT_LIMIT, PIECES, TOKENS, Rounding, sample_text
 from .sampling import check_max_length
@@ -42,7 +43,7 @@ class Fallback:
                 logits depend on later tokens.
         """
         config = model.config.get_text_config()
-        check_max_length(max_length, decoding.position_limit(config))
+        max_length = check_max_length(max_length, decoding.position_limit(config))
         if model.training:
             raise ValueError("the model is in training mode; call its eval() first")
         decoding.give_back(model)
@@ -52,6 +53,7 @@ class Fallback:
         self.refusal: str | None = None  # why a decoder is not used; set by the caller
         self.measured: dict[str, float] = {}
         self._text: list[int] = []
+        self.one_text = OneText()
         self._caches = OwnCaches(model)  # of the text's first tokens
         try:
             with torch.inference_mode():
@@ -98,13 +100,13 @@ class Fallback:
         Raises:
             ValueError: tokens or start has another shape or dtype, or a token is not in the vocabulary.
             IndexError: the text is longer than max_length, or start is beyond the text.
+            RuntimeError: the step is computing another text.
         """
-        check_call(tokens, start, self.vocabulary, self.max_length)
-        begin = int(start)
-        if begin > len(self._text):
-            raise IndexError(f"start is {begin}; expected at most {len(self._text)}, the tokens that came before")
-        self._text[begin:] = tokens[0].tolist()
-        return self._last_logits(begin)[:, -1]
+        with self.one_text:
+            check_call(tokens, start, self.vocabulary, self.max_length, len(self._text))
+            begin = int(start)
+            self._text[begin:] = tokens[0].tolist()
+            return self._last_logits(begin)[:, -1]
 
     def _last_logits(self, begin: int) -> Tensor:
         """Logits [1, 1, vocabulary] after the text, whose tokens from ``begin`` on are new."""

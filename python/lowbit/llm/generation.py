@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
+from ..machine.numbers import check_whole
+from ..machine.one_text import whole_text
 from .guessing import MOST, Guesser, check_draft, make_guesser
 from .penalties import Constraint, Drawer, TokenLogprobs, token_logprobs
 from .sampling import Sampling, SamplingArguments, prompt_ids, token_ids
@@ -75,14 +77,17 @@ class Text:
         return plain
 
 
-def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length: int) -> None:
-    """Raises ValueError for an empty prompt, a prompt that leaves no room for a token, or max_new_tokens below 1."""
+def check_lengths(name: str, prompt: list[int], max_new_tokens: int, max_length: int) -> int:
+    """``max_new_tokens`` as a Python int.
+
+    Raises:
+        ValueError: an empty prompt, a prompt that leaves no room for a token, or max_new_tokens below 1.
+    """
     if not prompt:
         raise ValueError(f"{name} has no tokens; expected at least one")
     if len(prompt) >= max_length:
         raise ValueError(f"{name} has {len(prompt)} tokens; expected fewer than the decoder's max_length of {max_length}")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; expected 1 or more")
+    return check_whole("max_new_tokens", max_new_tokens, 1)
 
 
 # States are useless after a rejected draft token, so accepted tokens are computed again together with the next ones, up to
@@ -134,19 +139,21 @@ def generate(
         ValueError: an empty prompt, one that leaves no room for a new token, or has a token that is not in the vocabulary;
             a number out of its range; logits that are not finite; guesses with a step that gives no logits for them; or a draft
             with fewer positions than max_length, or without guesses.
+        IndexError: ``cached`` is more than the text in the step's caches has.
+        RuntimeError: the step or the draft is computing another text, in another thread or a function that this one calls.
     """
     prompt, stop = prompt_ids("the prompt", prompt), token_ids("stop", stop)
     max_length = _checked_length(step, max_length)
-    check_lengths("the prompt", prompt, max_new_tokens, max_length)
-    if not 0 <= cached < len(prompt):
-        raise ValueError(f"cached is {cached}; expected 0 to {len(prompt) - 1}, fewer than the prompt has tokens")
-    _check_guesses(step, guesses, draft, max_length)
+    max_new_tokens = check_lengths("the prompt", prompt, max_new_tokens, max_length)
+    most = len(prompt) - 1
+    cached = check_whole("cached", cached, 0, most, f"0 to {most}, fewer than the prompt has tokens")
+    guesses = _checked_guesses(step, guesses, draft, max_length)
     settings = Sampling(**sampling)
     if (vocabulary := getattr(step, "vocabulary", None)) is not None:
         settings.check_vocabulary(vocabulary)
     text = Text(prompt, max_new_tokens, settings, seed, frozenset(stop), until, logprobs, on_token=on_token)
     writer = TextWriter(text, max_length, cached)
-    with inference():
+    with inference(), whole_text(step), whole_text(draft):
         return _generate(step, writer, cached, min(guesses, MOST), make_guesser(step, draft) if guesses else None)
 
 
@@ -175,21 +182,19 @@ def _checked_length(step: Any, max_length: int | None) -> int:
     limit = getattr(step, "max_length", max_length)
     if limit is None:
         raise ValueError(f"max_length is None; expected a number of tokens, because a {type(step).__name__} has no limit")
-    if max_length is not None and max_length > limit:
-        raise ValueError(f"max_length is {max_length}; expected at most {limit}, that of the decoder")
-    return limit if max_length is None else max_length
+    most = check_whole("max_length", limit, 1)
+    wanted = most if max_length is None else max_length
+    return check_whole("max_length", wanted, 1, most, f"at most {most}, that of the decoder")
 
 
-def _check_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> None:
-    if guesses < 0:
-        raise ValueError(f"guesses is {guesses}; expected 0 or more")
+def _checked_guesses(step: Any, guesses: int, draft: Any, max_length: int) -> int:
+    guesses = check_whole("guesses", guesses, 0)
     if guesses and not gives_rows(step):
         raise ValueError(f"a {type(step).__name__} gives no logits for guesses; expected a Decoder, not compiled")
-    if draft is None:
-        return
-    if guesses == 0:
+    if draft is not None and guesses == 0:
         raise ValueError("guesses is 0; expected 1 or more with a draft")
     check_draft(step, draft, max_length)
+    return guesses
 
 
 class TextWriter:
@@ -201,8 +206,8 @@ class TextWriter:
             max_length: largest number of tokens of the text, prompt included.
             cached: number of tokens of the prompt that the caches hold.
         """
-        if text.logprobs is not None and text.logprobs < 0:
-            raise ValueError(f"logprobs is {text.logprobs}; expected 0 or more")
+        if text.logprobs is not None:
+            check_whole("logprobs", text.logprobs, 0)
         self.result = text.result = Generation(prompt_tokens=len(text.prompt), cached_tokens=cached)
         self.tokens = list(text.prompt)  # prompt and new tokens
         self.room = min(text.max_new_tokens, max_length - len(text.prompt))  # largest number of further tokens

@@ -112,6 +112,10 @@ class ImageDecoder(TextsDecoder):
     def prefix_key(self) -> bytes:
         raise ValueError("a prefix cache on disk does not keep texts with pictures; leave it out")
 
+    @staticmethod
+    def model_key(model: Any) -> bytes:
+        raise ValueError("caches of texts with pictures cannot be pickled")
+
     def takes(self, token: int) -> bool:
         if token < _FIRST:
             return 0 <= token < self.vocabulary

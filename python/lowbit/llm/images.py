@@ -21,6 +21,7 @@ from ..files.config_json import read_config
 from ..files.untrusted import check_regular, interpreting, one_line
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
+from ..machine.one_text import OneText
 from ..plan.recording import Unplannable
 from .chat import Chat, sampling_of
 from .decoder import check_call
@@ -164,6 +165,7 @@ class ImageStep:
         config: Any = model.config.get_text_config()
         check_max_length(max_length, decoding.position_limit(config))
         self.model, self.max_length, self.vocabulary = model, max_length, config.vocab_size
+        self.one_text = OneText()
         self._caches = OwnCaches(model)
         self.plan_refusal: str | None = None
         self._plan: ImagePlan | None = None
@@ -227,11 +229,13 @@ class ImageStep:
             ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or a text does not begin
                 with the prompt of :meth:`look`.
             IndexError: the text is longer than max_length, or start is beyond the text.
+            RuntimeError: the step is computing another text.
         """
-        check_call(tokens, start, self.vocabulary, self.max_length)
-        begin = int(start)
-        if begin > len(self._text):
-            raise IndexError(f"start is {begin}; expected at most {len(self._text)}, the tokens that came before")
+        with self.one_text:
+            check_call(tokens, start, self.vocabulary, self.max_length, len(self._text))
+            return self._compute(tokens, int(start))
+
+    def _compute(self, tokens: Tensor, begin: int) -> Tensor:
         text = self._text[:begin] + tokens[0].tolist()
         if text[: len(self._prompt)] != self._prompt:
             raise ValueError(

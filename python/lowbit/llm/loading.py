@@ -248,8 +248,11 @@ def stop_tokens(model: torch.nn.Module, tokenizer: Any = None) -> list[int]:
     configs = getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer
     ids = next((ids for ids in (getattr(config, "eos_token_id", None) for config in configs) if ids is not None), None)
     ids = [] if ids is None else ids if isinstance(ids, list | tuple) else [ids]
-    if not all(isinstance(token, int) for token in ids):
+    if not all(type(token) is int and token >= 0 for token in ids):
         raise ValueError(f"the eos_token_id of the model is {ids}; expected token ids, as in {_GENERATION}")
+    vocabulary = model.config.get_text_config().vocab_size
+    if beyond := [token for token in ids if token >= vocabulary]:
+        warnings.warn(f"the eos_token_id of the model has {beyond}; its tokens are 0 to {vocabulary - 1}", stacklevel=2)
     return list(ids)
 
 

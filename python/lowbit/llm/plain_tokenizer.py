@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +36,7 @@ def tables_of(directory: Path) -> _C.Tokenizer | None:
     A plan that fits the files beside it (:func:`lowbit.files.plan_facts.described`) was written for this tokenizer.json.
     """
     try:
-        found = _C.open_tokenizer(str(directory / TOKENS))
+        found = _C.open_tokenizer(os.fsencode(directory / TOKENS))
         with open(directory / PLAN, "rb") as file:
             file.seek(-4, 2)
             belongs = found.plan == int.from_bytes(file.read(), "little")

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy
 
-from .. import _C
+from .. import _C, __version__
+from ..files.plan_facts import description
+from ..machine.one_text import OneText
 from ..operators.cache_layout import PANEL, Slot, by_slot, can_continue, is_state, stored_width, window_length
 from .caches import CACHES, Caches
 from .sampling import check_max_length
@@ -43,12 +45,13 @@ class PlanDecoder(TextsDecoder):
         Raises:
             ValueError: the model's texts are shorter, or an unknown type.
         """
-        check_max_length(max_length, plan.positions)
+        max_length = check_max_length(max_length, plan.positions)
         if cache not in CACHES:
             raise ValueError(f"cache is {cache!r}; expected one of {', '.join(map(repr, CACHES))}")
         self.model, self.max_length, self.vocabulary, self.cache_type = plan, max_length, plan.vocabulary, cache
         self.keep_windows(plan.windows if windows else {})
         self._prefix, self._output = prefix, _stored(plan.output_type)
+        self.one_text = OneText()
         self._own: Caches | None = None  # of the text of `feed`, made when it begins
         self._keeper: StateKeeper | None = None
         self._count = 0  # its tokens
@@ -66,6 +69,13 @@ class PlanDecoder(TextsDecoder):
         if isinstance(self._prefix, str):
             raise ValueError(self._prefix)
         return self._prefix
+
+    @staticmethod
+    def model_key(model: Any) -> bytes:
+        try:
+            return b"plan" + bytes.fromhex(description(model.about, __version__)["prefix"])
+        except (KeyError, TypeError, ValueError, OverflowError):
+            raise ValueError("the plan has no key of its model") from None
 
     def make_caches(self, length: int, cache_type: str) -> list[tuple[numpy.ndarray, ...]]:
         kinds = cache_type.split(",")
@@ -135,26 +145,28 @@ class PlanDecoder(TextsDecoder):
 
     def feed(self, tokens: list[int], start: int) -> numpy.ndarray:
         """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
-        self._check(tokens, start)
-        if self._keeper is not None:
-            self._keeper.begin(start)
-        count, pieces = len(tokens), -(-len(tokens) // PIECE)
-        for piece in range(pieces):
-            begin, end = count * piece // pieces, count * (piece + 1) // pieces
-            logits = self._rows(tokens[begin:end], start + begin, [end - begin - 1])
-        if self._keeper is not None:
-            self._keeper.end(start + count, keep=count > 1)
-        return logits[0]
+        with self.one_text:
+            self._check(tokens, start)
+            if self._keeper is not None:
+                self._keeper.begin(start)
+            count, pieces = len(tokens), -(-len(tokens) // PIECE)
+            for piece in range(pieces):
+                begin, end = count * piece // pieces, count * (piece + 1) // pieces
+                logits = self._rows(tokens[begin:end], start + begin, [end - begin - 1])
+            if self._keeper is not None:
+                self._keeper.end(start + count, keep=count > 1)
+            return logits[0]
 
     def feed_all(self, tokens: list[int], start: int) -> numpy.ndarray:
         """Logits [tokens, vocabulary] after each token; otherwise as :meth:`feed`."""
-        self._check(tokens, start)
-        if self._keeper is not None:
-            self._keeper.begin(start, keep=True)
-        logits = self._rows(tokens, start, list(range(len(tokens))))
-        if self._keeper is not None:
-            self._keeper.end(start + len(tokens))
-        return logits
+        with self.one_text:
+            self._check(tokens, start)
+            if self._keeper is not None:
+                self._keeper.begin(start, keep=True)
+            logits = self._rows(tokens, start, list(range(len(tokens))))
+            if self._keeper is not None:
+                self._keeper.end(start + len(tokens))
+            return logits
 
     def _check(self, tokens: list[int], start: int) -> None:
         self._text()

@@ -6,6 +6,7 @@ A plan has a description in its facts: settings of the model's files as transfor
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,7 +110,7 @@ def open_planned(directory: Path, threads: int, cache: str | None) -> PlannedMod
     if not file.exists():
         raise NoPlan("")
     try:
-        plan = _C.PlanModel(str(file), threads)
+        plan = _C.PlanModel(os.fsencode(file), threads)
     except (OSError, ValueError) as error:
         raise NoPlan(f"{file} is not used: {error}") from error
     content = described(directory, plan.about, __version__, _FILES)

@@ -20,6 +20,7 @@ import numpy
 
 from .. import __version__
 from ..files.replace import PartialDirectory, lock
+from ..machine.numbers import check_whole
 from ..operators.cache_layout import (
     SPAN,
     bytes_of,
@@ -90,8 +91,7 @@ class PrefixCache:
                 "a prefix cache of single texts needs the keys and values of whole texts, and layers of this decoder keep only "
                 "a window; expected Decoder(windows=False)"
             )
-        if most_bytes < 1:
-            raise ValueError(f"most_bytes is {most_bytes}; expected 1 or more")
+        most_bytes = check_whole("most_bytes", most_bytes, 1)
         model = decoder.prefix_key()
         self.directory, self.most_bytes = Path(directory), most_bytes
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -344,20 +344,25 @@ def _float_matrix(model: torch.nn.Module) -> str | None:
 
 
 def prefix_key(decoder: Decoder) -> bytes:
-    """A hash of all that keys and values of a decoder depend on besides tokens and their type.
-
-    For packed weights these are their checksums, which are verified already.
+    """:func:`model_key`, if keys and values do not depend on how a text is split into calls.
 
     Raises:
         ValueError: the model has float matrices.
     """
-    model = decoder.model
-    found = _float_matrix(model)
+    found = _float_matrix(decoder.model)
     if found is not None:
         raise ValueError(
             f"a prefix cache requires that all linear layers are packed; {found} is float, and its results depend on how a "
             "prompt is split"
         )
+    return model_key(decoder.model)
+
+
+def model_key(model: Any) -> bytes:
+    """A hash of all that keys and values of a model of transformers depend on besides tokens and their type.
+
+    For packed weights these are their checksums, which are verified already.
+    """
     config = model.config.to_dict()
     for name in ("_name_or_path", "transformers_version", "quantization_config"):
         config.pop(name, None)

@@ -11,6 +11,8 @@ from typing import Any, TypedDict
 
 import numpy
 
+from ..machine.numbers import check_number, check_whole
+
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or not those of its config.json"
 
 
@@ -80,26 +82,27 @@ def most_likely(logits: Any) -> int:
     return token
 
 
-def check_max_length(max_length: int, limit: int | None, step: int = 1) -> None:
-    """Raises ValueError unless max_length is a positive multiple of ``step``, and at most ``limit``, the model's positions."""
-    if max_length <= 0 or max_length % step:
-        raise ValueError(f"max_length is {max_length}; expected a positive {'number' if step == 1 else f'multiple of {step}'}")
+def check_max_length(max_length: int, limit: int | None, step: int = 1) -> int:
+    """``max_length`` as a Python int.
+
+    Raises:
+        ValueError: it is not a positive multiple of ``step``, or more than ``limit``, the model's positions.
+    """
+    expected = f"a positive {'number' if step == 1 else f'multiple of {step}'}"
+    max_length = check_whole("max_length", max_length, 1, expected=expected)
+    if max_length % step:
+        raise ValueError(f"max_length is {max_length}; expected {expected}")
     if limit is not None and max_length > limit:
         raise ValueError(f"max_length is {max_length}; expected at most the model's {limit} positions")
+    return max_length
 
 
-def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed of more than 64 bits."""
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed is {seed}; expected a number of 64 bits")
+def check_seed(seed: Any) -> int:
+    """The seed as a Python int; raises ValueError for one of more than 64 bits."""
+    return check_whole("seed", seed, -(2**63), 2**64 - 1, "a number of 64 bits")
 
 
-def _check_range(name: str, value: Any, least: float, most: float, expected: str) -> None:
-    if not least <= value <= most:  # false for NaN, too
-        raise ValueError(f"{name} is {value}; expected {expected}")
-
-
-_LARGE = 1e30  # far below float32's largest value, so that sums stay finite
+_LARGE, _SMALL = 1e30, 1e-30  # far from the ends of float32, so that sums, products and quotients stay finite
 
 
 class SamplingArguments(TypedDict, total=False):
@@ -157,24 +160,24 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_range("temperature", self.temperature, 0, sys.float_info.max, "0 or more")
+        check_number("temperature", self.temperature, 0, sys.float_info.max, "0 or more")
         if self.top_k is not None:
-            _check_range("top_k", self.top_k, 1, math.inf, "1 or more")
+            object.__setattr__(self, "top_k", check_whole("top_k", self.top_k, 1))
         if self.top_p is not None:
-            _check_range("top_p", self.top_p, 0, 1, "0 to 1")
-        _check_range("repetition_penalty", self.repetition_penalty, 5e-324, sys.float_info.max, "a number above 0")
-        _check_range("min_p", self.min_p, 0, 1, "0 to 1")
+            check_number("top_p", self.top_p, 0, 1, "0 to 1")
+        check_number("repetition_penalty", self.repetition_penalty, _SMALL, _LARGE, f"a number from {_SMALL} to {_LARGE}")
+        check_number("min_p", self.min_p, 0, 1, "0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check_range(name, getattr(self, name), -_LARGE, _LARGE, f"a number from {-_LARGE} to {_LARGE}")
-        _check_range("dry_multiplier", self.dry_multiplier, 0, _LARGE, f"a number from 0 to {_LARGE}")
-        _check_range("dry_base", self.dry_base, 1, _LARGE, f"a number from 1 to {_LARGE}")
-        _check_range("dry_allowed_length", self.dry_allowed_length, 1, math.inf, "1 or more")
+            check_number(name, getattr(self, name), -_LARGE, _LARGE, f"a number from {-_LARGE} to {_LARGE}")
+        check_number("dry_multiplier", self.dry_multiplier, 0, _LARGE, f"a number from 0 to {_LARGE}")
+        check_number("dry_base", self.dry_base, 1, _LARGE, f"a number from 1 to {_LARGE}")
+        object.__setattr__(self, "dry_allowed_length", check_whole("dry_allowed_length", self.dry_allowed_length, 1))
         object.__setattr__(self, "dry_breakers", tuple(token_ids("dry_breakers", self.dry_breakers)))
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias is a {type(self.logit_bias).__name__}; expected token ids and their numbers")
         tokens = token_ids("logit_bias", self.logit_bias)
         for token, bias in zip(tokens, self.logit_bias.values(), strict=True):
-            _check_range(f"logit_bias of token {token}", bias, -_LARGE, _LARGE, f"a number from {-_LARGE} to {_LARGE}")
+            check_number(f"logit_bias of token {token}", bias, -_LARGE, _LARGE, f"a number from {-_LARGE} to {_LARGE}")
         object.__setattr__(self, "logit_bias", dict(zip(tokens, map(float, self.logit_bias.values()), strict=True)))
 
     def check_vocabulary(self, vocabulary: int) -> None:
@@ -205,9 +208,11 @@ def sample(
         generator: a random generator of numpy.
 
     Raises:
-        ValueError: logits are not finite, a temperature below 0 or not finite, a top_k below 1, a top_p or min_p that is not
-            from 0 to 1.
+        ValueError: logits have another shape or are not finite, a temperature below 0 or not finite, a top_k below 1, a top_p
+            or min_p that is not from 0 to 1.
     """
+    if logits.ndim != 1:
+        raise ValueError(f"logits are {list(logits.shape)}; expected [vocabulary]")
     Sampling(temperature, top_k, top_p, min_p=min_p)
     return draw(logits, temperature, top_k, top_p, generator, min_p)
 

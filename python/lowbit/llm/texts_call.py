@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..machine.numbers import check_whole
 from ..operators.cache_layout import SPAN
 from .caches import CACHES, Caches
+from .sampling import token_ids
 
 
 @dataclass
@@ -30,6 +32,7 @@ class TextsCall:
         self.parts: list[Part] = []  # one for each text
 
     def add(self, caches: Caches, tokens: Sequence[int]) -> None:
+        self.decoder.check_model(caches)
         start, begin = len(caches.tokens), len(self.rows)
         if any(part.caches is caches for part in self.parts):
             raise ValueError("a call has two parts of the same text; expected one, with the tokens of both")
@@ -102,6 +105,11 @@ class TextsDecoder:
         """What identifies the model in a prefix cache; raises ValueError if it supports none."""
         raise NotImplementedError
 
+    @staticmethod
+    def model_key(model: Any) -> bytes:
+        """What identifies a model in pickled caches; raises ValueError if nothing does."""
+        raise NotImplementedError
+
     def new_caches(self, length: int, cache_type: str | None = None) -> Caches:
         """Empty caches for another text.
 
@@ -115,11 +123,12 @@ class TextsDecoder:
         """
         self.check()
         cache_type = cache_type or self.cache_type
-        if length <= 0 or length % 16:
+        length = check_whole("length", length, 1, expected="a positive multiple of 16")
+        if length % 16:
             raise ValueError(f"length is {length}; expected a positive multiple of 16")
         if cache_type not in CACHES:
             raise ValueError(f"cache_type is {cache_type!r}; expected one of {', '.join(map(repr, CACHES))}")
-        return Caches(self.make_caches(length, cache_type), cache_type, self.model, length, self.windows)
+        return Caches(self.make_caches(length, cache_type), cache_type, self, length, self.windows)
 
     def check_caches(self, caches: Caches) -> None:
         """Checks that caches can be copied from.
@@ -129,7 +138,11 @@ class TextsDecoder:
         """
         if caches.cache_type != self.cache_type:
             raise ValueError(f"the caches are of {caches.cache_type}; expected {self.cache_type}")
-        if not caches.is_of(self.model):
+        self.check_model(caches)
+
+    def check_model(self, caches: Caches) -> None:
+        """Raises ValueError if another model computed the caches."""
+        if not caches.is_of(self):
             raise ValueError("the caches have keys and values of another model; expected those of the decoder's")
 
     def run_texts(self, texts: Sequence[tuple[Caches, Sequence[int]]], everywhere: bool = False) -> list[Any]:
@@ -143,7 +156,8 @@ class TextsDecoder:
             Logits of each text, [vocabulary], or [s, vocabulary] with ``everywhere``.
 
         Raises:
-            ValueError: no texts, a text without tokens or in two parts, or a token that is not in the vocabulary.
+            ValueError: no texts, a text without tokens or in two parts, caches of another model, or a token that is not a whole
+                number or not in the vocabulary.
             IndexError: a text is longer than its caches.
             RuntimeError: the decoder was released.
         """
@@ -151,6 +165,7 @@ class TextsDecoder:
         if not texts:
             raise ValueError("there are no texts; expected at least one")
         call = TextsCall(self)
+        texts = [(caches, token_ids("a text", tokens)) for caches, tokens in texts]
         for caches, tokens in texts:
             call.add(caches, tokens)
         logits = self.run_call(call, everywhere)

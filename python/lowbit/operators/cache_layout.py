@@ -7,6 +7,8 @@ from enum import IntEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..machine.numbers import check_whole
+
 if TYPE_CHECKING:
     import numpy
 
@@ -39,7 +41,12 @@ def is_held(array: Any) -> bool:
 
 
 def window_length(window: int, positions: int = 256) -> int:
-    """A ``max_length`` of caches for :func:`window_attention` that does not split calls of up to ``positions``."""
+    """A ``max_length`` of caches for :func:`window_attention` that does not split calls of up to ``positions``.
+
+    Raises:
+        ValueError: ``window`` is not a whole number of 1 or more, or ``positions`` one of 0 or more.
+    """
+    window, positions = check_whole("window", window, 1), check_whole("positions", positions, 0)
     return -(-(window + SPAN + max(positions, 16)) // 16) * 16
 
 

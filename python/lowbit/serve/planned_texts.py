@@ -66,7 +66,7 @@ class PlannedTexts:
             raise NoPlan("")
         check_files(directory)
         try:
-            self._plan = _C.PlanModel(str(file), threads or default_threads())
+            self._plan = _C.PlanModel(os.fsencode(file), threads or default_threads())
         except (OSError, ValueError) as error:
             raise NoPlan(f"{file} is not used: {error}") from error
         content = described(directory, self._plan.about, __version__, _names(directory), _KIND)

@@ -125,6 +125,7 @@ class ExportedSpeech:
         self._encode, self._run = encode, run
         self._states: Tensor | None = None  # input of the next decoder call
         self._at = torch.tensor([0])
+        self._count = 0  # tokens of the text
 
     def listen(self, features: Tensor) -> None:
         """As :meth:`SpeechDecoder.listen`."""
@@ -135,10 +136,12 @@ class ExportedSpeech:
 
     def __call__(self, tokens: Tensor, start: Tensor) -> Tensor:
         """As :meth:`SpeechDecoder.forward`."""
-        check_call(tokens, start, self.vocabulary, self.max_length)
+        check_call(tokens, start, self.vocabulary, self.max_length, self._count)
         if self._states is None:
             raise RuntimeError("the decoder has no audio; call listen() first")
+        self._count = int(start)  # if the call fails
         logits = self._run(tokens, start, self._states, self._at)
+        self._count += tokens.shape[1]
         self._states, self._at = self._states[:, -1:].contiguous(), torch.tensor([self.positions - 1])
         return logits
 

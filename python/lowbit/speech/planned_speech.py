@@ -125,7 +125,7 @@ class PlannedTranscriber(Transcriber):
             raise NoPlan("")
         for file in files:
             try:
-                plans.append(_C.PlanModel(str(file), threads or default_threads()))
+                plans.append(_C.PlanModel(os.fsencode(file), threads or default_threads()))
             except (OSError, ValueError) as error:
                 raise NoPlan(f"{file} is not used: {error}") from error
         contents = [described(directory, plan.about, __version__, _FILES, _KIND) for plan in plans]

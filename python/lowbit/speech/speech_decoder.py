@@ -56,6 +56,7 @@ class SpeechDecoder(torch.nn.Module):
         self.alignment_heads = _alignment_heads(model)
         self.queries: list[np.ndarray] = []  # queries of the last token in each layer with alignment heads, [heads, width]
         self._states: Tensor | None = None  # of the encoder
+        self._count = 0  # tokens of the text in the caches
         self._last: Tensor | None = None  # last position of the encoder's output whose key and value the caches hold
         self.plan: SpeechPlan | None = None
         self.plan_refusal: str | None = None  # why steps run the model's Python code
@@ -173,19 +174,22 @@ class SpeechDecoder(torch.nn.Module):
 
         Raises:
             ValueError: tokens or start has another shape or dtype, or a token is not in the vocabulary.
-            IndexError: the text is longer than the model's positions.
+            IndexError: the text is longer than the model's positions, or has fewer than ``start`` tokens.
             RuntimeError: :meth:`listen` was not called before.
         """
         return self._run(tokens, start)[0]
 
     def _run(self, tokens: Tensor, start: Tensor) -> list[Tensor]:
-        check_call(tokens, start, self.vocabulary, self.max_length)
+        check_call(tokens, start, self.vocabulary, self.max_length, self._count)
         if self._last is None:
             raise RuntimeError("the decoder has no audio; call listen() first")
         with torch.inference_mode():
             if self.plan is not None and int(start) == 0 and not self.plan.fits():
                 self.plan, self.plan_refusal = None, "the model has been changed since the decoder was made"
-            return (self if self.plan is None else self.plan).step(tokens, start, self._last)
+            self._count = int(start)  # if the call fails
+            found = (self if self.plan is None else self.plan).step(tokens, start, self._last)
+        self._count += tokens.shape[1]
+        return found
 
     def feed(self, tokens: list[int], start: int) -> np.ndarray:
         """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""

@@ -245,6 +245,7 @@ def test_usage_errors():
         (("quantize", FLOAT, "target", "--override", "lm_head=x"), "--override"),
         (("export", FLOAT, "--to", "onnx", "--output", "m"), "--to"),
         (("generate", FLOAT, "--prompt", "a", "--top-k", 0), "--top-k"),
+        (("generate", FLOAT, "--prompt", "a", "--logit-bias", "5=1", "--logit-bias", "5=-3"), "token 5 has two; expected one"),
         (("generate", FLOAT, "--prompt", "a", "--top-p", 1.5), "--top-p"),
         (("generate", FLOAT, "--prompt", "a", "--top-p", "nan"), "--top-p"),
         (("generate", FLOAT, "--prompt", "a", "--temperature", -1), "--temperature"),
@@ -380,6 +381,21 @@ def test_a_prompt_that_is_not_utf8(packed):
     assert "--system is not UTF-8 text: found half of a character, 0xd800, at character 0" in error(
         invoke("chat", packed[0], "--system", "\ud800", stdin="")
     )
+    odd = "\udcff"
+    assert "--dry-breaker is not UTF-8 text: found the byte 0xff at character 0" in error(
+        invoke("generate", packed[0], "--prompt", "a", "--dry-multiplier", 1, "--dry-breaker", odd)
+    )
+    assert "--override is not UTF-8 text: found the byte 0xff at character 0" in error(
+        invoke("quantize", FLOAT, "target", "--override", f"{odd}=4")
+    )
+
+
+def test_a_message_that_is_not_utf8(packed):
+    found = subprocess.run(
+        [LOWBIT, "chat", packed[0], "--template", TINY / "plain.jinja"], input=b"caf\xe9\n", capture_output=True, env=os.environ | {"LC_ALL": "C.UTF-8"},
+    )  # fmt: skip
+    assert found.returncode == 1 and b"Traceback" not in found.stderr
+    assert b"the message is not UTF-8 text: found the byte 0xe9 at character 3" in found.stderr
 
 
 def test_more_threads_than_cpus(packed, tmp_path, monkeypatch):

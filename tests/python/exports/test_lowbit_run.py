@@ -1,5 +1,6 @@
 """lowbit-run: its texts == those of lowbit generate and lowbit chat, and errors as sentences."""
 
+import shutil
 import subprocess
 from functools import lru_cache
 from pathlib import Path
@@ -135,6 +136,20 @@ def test_wrong_arguments(program, model, arguments, code, message):
     found = run(program, *(argument.replace("{model}", str(model)) for argument in arguments))
     assert found.returncode == code and found.stdout == b""
     assert found.stderr.decode().startswith("lowbit-run: ") and message in found.stderr.decode()
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_plan_of_other_settings_is_refused(program, model, tmp_path, name):
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    content = (copy / name).read_bytes()
+    (copy / name).unlink()  # a device needs neither
+    assert run(program, copy, "-p", "a", "--max-new-tokens", 1).returncode == 0
+    for other in (content + b" ", content[:-1], content.replace(b"1", b"2", 1)):
+        (copy / name).write_bytes(other)
+        found = run(program, copy, "-p", "a", "--max-new-tokens", 1)
+        assert found.returncode == 1 and found.stdout == b""
+        assert f"{name} beside {copy}/lowbit.plan has changed since the plan was made" in found.stderr.decode()
 
 
 def test_tokens_of_another_plan_are_refused(program, model, tmp_path):

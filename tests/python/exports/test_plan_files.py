@@ -1,6 +1,7 @@
 """Plans in files: export_decoder, load_decoder, lowbit certify, and the C++ program."""
 
 import ctypes
+import json
 import re
 import shutil
 import struct
@@ -17,6 +18,7 @@ from command_line import document, error, invoke, run
 from runners import EXAMPLE, build
 
 pytest.importorskip("transformers")
+from lowbit.llm import plan_files
 from lowbit.llm.loading import load_model
 
 MODEL = EXAMPLE.parent / "tiny_llama" / "model"
@@ -79,7 +81,7 @@ def test_errors_of_a_step(packed):
     step = lowbit.llm.load_decoder(packed / "lowbit.plan", max_length=32)
     with pytest.raises(IndexError, match="no more than the max_length of 32 tokens"):
         step(torch.zeros(1, 33, dtype=torch.int64), torch.tensor([0]))
-    with pytest.raises(ValueError, match=r"a text of 0 tokens is cut to 3"):
+    with pytest.raises(IndexError, match="start is 3; expected at most 0, the tokens that came before"):
         step(torch.tensor([[1]]), torch.tensor([3]))
     for more, message in (
         ({"max_length": 1 << 20}, r"has room for 1048576 tokens; expected 1 to \d+"),
@@ -87,6 +89,19 @@ def test_errors_of_a_step(packed):
     ):
         with pytest.raises(ValueError, match=message):
             lowbit.llm.load_decoder(packed / "lowbit.plan", **more)
+
+
+def test_a_path_that_is_not_utf_8(packed, tmp_path):
+    odd = tmp_path / "sur\udcff"
+    shutil.copytree(packed, odd)
+    step = lowbit.llm.load_decoder(odd / "lowbit.plan", max_length=32)
+    expected = lowbit.llm.load_decoder(packed / "lowbit.plan", max_length=32)
+    assert lowbit.llm.generate(step, PROMPT, 4).tokens == lowbit.llm.generate(expected, PROMPT, 4).tokens
+    step.save(odd / "text")
+    assert lowbit.llm.load_decoder(odd / "lowbit.plan", max_length=32).load(odd / "text") == len(PROMPT) + 3
+    certificates = [document(invoke("certify", directory, "--json"))["certificate"] for directory in (packed, odd)]
+    assert certificates[0] == certificates[1]
+    assert plan_files.open_planned(odd, 1, None).tokenizer.tables is not None
 
 
 def _changed(path: Path, at: int) -> None:
@@ -151,6 +166,14 @@ def test_commands(packed, tmp_path):
     (copy / "lowbit.plan").unlink()
     again = document(invoke("certify", copy, "--json", "--threads", 2))
     assert again["made"] is True and again["certificate"] == said["certificate"]
+    config = (copy / "config.json").read_bytes()
+    (copy / "config.json").unlink()  # a board has the plan and the weights only
+    assert document(invoke("certify", copy, "--json"))["certificate"] == said["certificate"]
+    (copy / "config.json").write_text(json.dumps(json.loads(config) | {"rms_norm_eps": 0.1}))
+    changed = "config.json beside .*lowbit.plan has changed since the plan was made"
+    assert re.search(changed, error(invoke("certify", copy)))
+    with pytest.raises(ValueError, match=changed):
+        lowbit.llm.load_decoder(copy / "lowbit.plan")
     assert "expected a checkpoint of lowbit quantize" in error(invoke("certify", MODEL))
     assert "expected a file in" in error(invoke("export", copy, "--to", "plan", "--output", tmp_path / "x.plan"))
     assert "expected a model of lowbit quantize or import" in error(invoke("export", MODEL, "--to", "plan"))

@@ -15,6 +15,7 @@ from lowbit.llm.loading import load_tokenizer
 from lowbit.llm.sampling import common
 
 MAX_LENGTH = 192
+TWO = {"*": lowbit.LinearConfig(2, 32)}
 KINDS = ["float32", "bfloat16", "float16", "int8,int4"]
 REPEATED = "The list contains the following items: one, two, three. " * 3 + "The list contains"
 SYSTEM = "This function takes a list of names and returns a dictionary. It raises an error if a name is empty. "
@@ -238,6 +239,19 @@ def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
     # Caches from a file, whose model is unknown, and caches of another decoder with the same model.
     for caches in (pickle.loads(pickle.dumps(kept[kind])), copy.deepcopy(kept[kind])):
         assert twin.begin(caches, text) == len(prompts[5])
+    other = llm.Decoder(
+        lowbit.quantize_(transformers.AutoModelForCausalLM.from_pretrained(FLOAT).eval(), TWO), MAX_LENGTH, kind
+    )
+    for caches in (kept[kind], pickle.loads(pickle.dumps(kept[kind]))):
+        for call in (
+            lambda: other.begin(caches, text),
+            lambda: other.read(text, prefix=caches),
+            lambda: llm.generate_batch(other, [text], 2, prefixes=[caches]),
+            lambda: other.run_texts([(caches, [7])]),
+        ):
+            with pytest.raises(ValueError, match="the caches have keys and values of another model"):
+                call()
+    assert kept[kind].tokens == prompts[5]
 
 
 def test_a_call_that_fails_leaves_no_tokens_behind(decoder, prompts):
@@ -249,6 +263,7 @@ def test_a_call_that_fails_leaves_no_tokens_behind(decoder, prompts):
         ([(first, [1]), (second, [])], ValueError, "a text has no tokens; expected at least one"),
         ([(first, [1]), (second, [99999])], ValueError, r"there is no token 99999; expected 0 to \d+"),
         ([(first, [1]), (second, [-1])], ValueError, "there is no token -1"),
+        ([(first, [1]), (second, [1.7, 2.2])], ValueError, "a text is a list; expected token ids, whole numbers"),
         ([], ValueError, "there are no texts; expected at least one"),
     ):
         with pytest.raises(kind, match=message):

@@ -5,7 +5,7 @@ import torch
 from command_line import FLOAT, TINY
 from lowbit import llm
 from lowbit.llm.chat import Chat, Sampling, sampling_of
-from lowbit.llm.loading import load_model, load_tokenizer
+from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
 from lowbit.llm.templates import chat_template, render
 from transformers import GenerationConfig
 
@@ -160,6 +160,18 @@ def test_settings_of_generation_config(model):
         model.generation_config.top_p = 1.5
         with pytest.raises(ValueError, match="top_p is 1.5; expected 0 to 1"):
             sampling_of(model)
+        for wrong in ("yes", 1):
+            model.generation_config = GenerationConfig()
+            model.generation_config.do_sample = wrong
+            with pytest.raises(ValueError, match=f"generation_config.json has do_sample {wrong!r}; expected true or false"):
+                sampling_of(model)
+        for stop in (-1, [1, True], [1, 2.0], "2"):
+            model.generation_config.eos_token_id = stop
+            with pytest.raises(ValueError, match="the eos_token_id of the model is .*; expected token ids"):
+                stop_tokens(model)
+        model.generation_config.eos_token_id = [2, 99999]
+        with pytest.warns(UserWarning, match=r"the eos_token_id of the model has \[99999\]; its tokens are 0 to 2047"):
+            assert stop_tokens(model) == [2, 99999]
     finally:
         model.generation_config = before
 

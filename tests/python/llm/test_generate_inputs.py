@@ -1,7 +1,11 @@
 """generate: kinds of token inputs, and invalid inputs that it refuses."""
 
 import copy
+import pickle
+import re
+import threading
 
+import lowbit
 import numpy
 import pytest
 import torch
@@ -92,6 +96,91 @@ def test_invalid_prompts(decoder, prompt, message):
     if not isinstance(prompt, dict) and "batch" not in message:
         with pytest.raises(ValueError, match=message.format("stop")):
             llm.generate(decoder, PROMPT, 4, stop=prompt)
+
+
+def test_numbers_that_are_not_whole_are_refused(decoder):
+    one, several = (lambda *new, **more: llm.generate(decoder, PROMPT, *new, **more)), llm.generate_batch
+    for call, message in (
+        (lambda: one(5.5), "max_new_tokens is 5.5; expected a whole number, 1 or more"),
+        (lambda: one("5"), "max_new_tokens is '5'; expected a whole number, 1 or more"),
+        (lambda: one(4, guesses=1.5), "guesses is 1.5; expected a whole number, 0 or more"),
+        (lambda: one(4, cached=1.5), "cached is 1.5; expected a whole number, 0 to 5"),
+        (lambda: one(4, max_length=32.5), "max_length is 32.5; expected a whole number, at most 48"),
+        (lambda: one(4, seed=None), "seed is None; expected a whole number, a number of 64 bits"),
+        (lambda: several(decoder, [PROMPT], 5.5), "max_new_tokens is 5.5; expected a whole number"),
+        (lambda: several(decoder, [PROMPT], [5.5]), "a number of max_new_tokens is 5.5; expected a whole number"),
+        (lambda: several(decoder, [PROMPT], 4, rows=1.5), "rows is 1.5; expected a whole number, 1 or more"),
+        (lambda: llm.Decoder(decoder.model, "256"), "max_length is '256'; expected a whole number, a positive multiple of 16"),
+        (lambda: llm.Decoder(decoder.model, 256.0), "max_length is 256.0; expected a whole number, a positive multiple of 16"),
+        (lambda: llm.Decoder(None), "the model is a NoneType; expected a causal language model"),
+        (lambda: decoder.new_caches(16.0), "length is 16.0; expected a whole number, a positive multiple of 16"),
+        (lambda: lowbit.window_length(1.5), "window is 1.5; expected a whole number, 1 or more"),
+        (lambda: lowbit.window_length(-1), "window is -1; expected 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+    assert one(numpy.int64(4), guesses=numpy.int32(1), seed=numpy.int64(3)).tokens == one(4).tokens
+
+
+def test_a_start_beyond_the_text_is_refused(decoder):
+    """The caches have nothing for these positions, so the tokens would be others."""
+    fresh = llm.Decoder(copy.deepcopy(decoder).release(), 48)
+    for step in (fresh, llm.Step(fresh.run_eagerly, fresh.run_eagerly, fresh)):
+        assert step.kept(5) == 0
+        with pytest.raises(IndexError, match="start is 5; expected at most 0, the tokens that came before"):
+            step(torch.tensor([PROMPT[5:]]), torch.tensor([5]))
+        with pytest.raises(IndexError, match="start is 5; expected at most 0"):
+            llm.generate(step, PROMPT, 4, cached=5)
+    with pytest.raises(IndexError, match="start is 5; expected at most 0"):
+        fresh.all_logits(torch.tensor([PROMPT[5:]]), torch.tensor([5]))
+    expected = llm.generate(fresh, PROMPT, 4).tokens
+    assert fresh.kept(99) == len(PROMPT) + 3
+    with torch.inference_mode():
+        fresh(torch.tensor([PROMPT[:3]]), torch.tensor([0]))  # the rest of the text is that of another one now
+    assert fresh.kept(99) == 3
+    with pytest.raises(IndexError, match="start is 5; expected at most 3"):
+        llm.generate(fresh, PROMPT, 4, cached=5)
+    assert llm.generate(fresh, PROMPT, 4, cached=fresh.begin(fresh.read(PROMPT), PROMPT)).tokens == expected
+
+
+def test_two_texts_at_once_are_refused(decoder):
+    """They would overwrite each other in the decoder's caches, whether another thread or the text's own function begins one."""
+    expected = llm.generate(decoder, PROMPT, 6).tokens
+    found: list = []
+
+    def other() -> None:
+        for call in (
+            lambda: llm.generate(decoder, PROMPT[:2], 2),
+            lambda: llm.generate(copied, PROMPT[:2], 2, guesses=1, draft=decoder),
+            lambda: decoder(torch.tensor([PROMPT]), torch.tensor([0])),
+            lambda: decoder.all_logits(torch.tensor([PROMPT]), torch.tensor([0])),
+            lambda: decoder.begin(read, PROMPT),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                found.append(str(error))
+
+    def in_a_thread(token: int) -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    copied, read = copy.deepcopy(decoder), decoder.read(PROMPT)
+    assert llm.generate(decoder, PROMPT, 6, on_token=in_a_thread).tokens == expected
+    assert len(found) == 5 * 6 and all("this decoder is computing another text; expected one" in text for text in found)
+    with pytest.raises(RuntimeError, match="is computing another text"):
+        llm.generate(decoder, PROMPT, 6, on_token=lambda token: llm.generate(decoder, PROMPT, 1))
+    # The caches of these texts are their own.
+    batches: list = []
+    llm.generate(decoder, PROMPT, 2, on_token=lambda token: batches.append(llm.generate_batch(decoder, [PROMPT], 6)[0].tokens))
+    assert batches == [expected] * 2
+    assert llm.generate(decoder, PROMPT, 6).tokens == expected
+
+
+def test_a_decoder_is_not_pickled(decoder):
+    with pytest.raises(TypeError, match="a Decoder cannot be pickled; save its model, and make a new Decoder of it"):
+        pickle.dumps(decoder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -224,6 +224,16 @@ def test_a_generation_ends_at_a_string(model, tokenizer):
         ({"logit_bias": {"a": 1.0}}, "logit_bias is a dict; expected token ids"),
         ({"logit_bias": {2048: 1.0}}, "logit_bias has token 2048; expected 0 to 2047"),
         ({"logprobs": -1}, "logprobs is -1; expected 0 or more"),
+        ({"logprobs": 1.5}, "logprobs is 1.5; expected a whole number, 0 or more"),
+        ({"top_k": 1.5}, "top_k is 1.5; expected a whole number, 1 or more"),
+        ({"dry_allowed_length": 1.5}, "dry_allowed_length is 1.5; expected a whole number, 1 or more"),
+        ({"temperature": "1"}, "temperature is '1'; expected a number, 0 or more"),
+        ({"temperature": None}, "temperature is None; expected a number, 0 or more"),
+        ({"min_p": None}, "min_p is None; expected a number, 0 to 1"),
+        ({"dry_base": "2"}, "dry_base is '2'; expected a number from 1 to"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty is 1e-320; expected a number from 1e-30"),
+        ({"logit_bias": {3: "1"}}, "logit_bias of token 3 is '1'; expected a number from"),
+        ({"seed": 1.5}, "seed is 1.5; expected a whole number|seed is 1.5; expected one number"),
     ],
 )
 def test_bad_values_are_refused_in_a_sentence(model, settings, message):

@@ -1,6 +1,7 @@
 """Sampling in lowbit.llm: possible tokens, frequencies, and refusals."""
 
 import math
+import re
 
 import numpy
 import pytest
@@ -14,6 +15,13 @@ LOGITS = numpy.log(numpy.array([0.15, 0.5, 0.05, 0.3], dtype=numpy.float32))
 def drawn(**arguments) -> set[int]:
     generator = random_generator(1)
     return {sample(LOGITS, generator=generator, **arguments) for _ in range(300)}
+
+
+@pytest.mark.parametrize("kind", [numpy.zeros, torch.zeros])
+@pytest.mark.parametrize("shape", [(2, 5), (1, 5), ()])
+def test_logits_of_another_shape_are_refused(kind, shape):
+    with pytest.raises(ValueError, match=re.escape(f"logits are {list(shape)}; expected [vocabulary]")):
+        sample(kind(shape), 0, None, None, random_generator(0))
 
 
 def test_sampling():
