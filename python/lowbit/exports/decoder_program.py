@@ -186,8 +186,8 @@ class ExportedDecoder:
             before = int(start)
             if before and self.kept(before) != before:
                 raise ValueError(
-                    f"start is {before}; expected 0 or {self._position}, the number of tokens so far: states of recurrent layers "
-                    "and caches of a sliding window cannot be cut back"
+                    f"start is {before}; expected 0 or {self._position}, the number of tokens so far: states of recurrent "
+                    "layers and caches of a sliding window cannot be cut back"
                 )
             self._position = None if self.recurrent else before  # if the call fails
             for begin in range(0, tokens.shape[1], self.chunk):

@@ -59,7 +59,7 @@ class Caches:
         return known[2]
 
     def is_of(self, decoder: TextsDecoder) -> bool:
-        """Whether the decoder's model computes them. Unpickled caches have its key, and belong to the first model that has it."""
+        """Whether the decoder's model computes them. Unpickled caches belong to the first model that has their key."""
         if self._model is None:
             try:
                 if self._key != decoder.model_key(decoder.model):
