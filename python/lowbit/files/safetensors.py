@@ -107,7 +107,8 @@ def refuse_two_checkpoints(directory: Path) -> None:
     """Raises ValueError if a directory has a single file of weights and an index of other files: one of them is a leftover."""
     if (directory / WEIGHTS).exists() and (directory / INDEX).exists():
         names, _ = _indexed(directory)
-        other = next((name for name in names if name != WEIGHTS), None)
+        # An index of files that are gone is a leftover: transformers deletes old shards, but not their index.
+        other = next((name for name in names if name != WEIGHTS and (directory / name).exists()), None)
         if other is not None:
             raise ValueError(
                 f"{directory} has {WEIGHTS}, and {INDEX} of other files, {other} for example; expected one "

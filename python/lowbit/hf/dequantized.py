@@ -91,7 +91,8 @@ def _put_layer(
     if bias is not None:
         layer.bias = torch.nn.Parameter(bias.clone().to(weight.dtype))
     take_place(layer, packed)
-    vars(layer).pop("info", None)
+    for attribute in ("_info", "_seen"):
+        vars(layer).pop(attribute, None)
     model.set_submodule(name, layer)
 
 

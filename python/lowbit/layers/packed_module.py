@@ -40,6 +40,11 @@ class Packed(torch.nn.Module):
         self.register_buffer("packed_weight", packed_weight)
         self._seen = _state_of(packed_weight)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "info" in state:  # pickled by an earlier version, in which it was no property
+            state = {name: value for name, value in state.items() if name != "info"} | {"_info": state["info"], "_seen": None}
+        super().__setstate__(state)
+
     @property
     def info(self) -> PackedInfo:
         """The header of ``packed_weight``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,9 +47,20 @@ class Caches:
         if self._model is None:
             return vars(self)
         model = self._model()
-        if model is None:
+        if model is None and not self._key:
             raise TypeError("the model of these caches no longer exists; expected to pickle them while it does")
-        return vars(self) | {"_model": None, "_key_of": None, "_planned": None, "_key": self._key_of(model)}
+        key = self._key if model is None else self._key_of(model)
+        return vars(self) | {"_model": None, "_key_of": None, "_planned": None, "_key": key}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Caches:
+        try:
+            state = self.__getstate__()
+        except ValueError:  # nothing identifies the model, so the copy belongs to this one
+            state = vars(self) | {"_planned": None}
+        made = memo[id(self)] = object.__new__(type(self))
+        shared = ("_model", "_key_of")
+        vars(made).update({name: each if name in shared else copy.deepcopy(each, memo) for name, each in state.items()})
+        return made
 
     def planned(self, plan: Any, arrange: Callable[[Any], Any]) -> Any:
         """The layers as ``plan`` uses them: the result of ``arrange``, which is kept until they change."""
@@ -60,7 +72,7 @@ class Caches:
 
     def is_of(self, decoder: TextsDecoder) -> bool:
         """Whether the decoder's model computes them. Unpickled caches belong to the first model that has their key."""
-        if self._model is None:
+        if self._model is None or (self._key and self._model() is None):
             try:
                 if self._key != decoder.model_key(decoder.model):
                     return False

@@ -423,6 +423,8 @@ class Decoder(torch.nn.Module, TextsDecoder):
             RuntimeError: the decoder was released, or is computing another text.
         """
         if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting():
+                self.count = self.max_length  # compiled code does not count tokens
             return self.run_eagerly(tokens, start)
         return self.run_pieces(self._step, tokens, start)
 
@@ -526,6 +528,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
         count = caches.usable(min(common(caches.tokens, tokens), len(tokens) - 1, self.max_length))
         if count:
             with self.one_text:
+                self.count = 0  # if copying fails
                 for source, target in zip(caches.layers, self._caches(), strict=True):
                     copy_layer(source, target, count)
                 self.count = count

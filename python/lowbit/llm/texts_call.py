@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..machine.numbers import check_whole
-from ..operators.cache_layout import SPAN
+from ..operators.cache_layout import SPAN, first_held
 from .caches import CACHES, Caches
 from .sampling import token_ids
 
@@ -134,11 +134,14 @@ class TextsDecoder:
         """Checks that caches can be copied from.
 
         Raises:
-            ValueError: they have another type, or another model computed them.
+            ValueError: they have another type, another model computed them, or they lack the beginning of a text that this
+                decoder keeps.
         """
         if caches.cache_type != self.cache_type:
             raise ValueError(f"the caches are of {caches.cache_type}; expected {self.cache_type}")
         self.check_model(caches)
+        if any(first_held(layer) for number, layer in enumerate(caches.layers) if number not in self.windows):
+            raise ValueError("the caches hold only the windows of some layers; expected those of a decoder with windows=False")
 
     def check_model(self, caches: Caches) -> None:
         """Raises ValueError if another model computed the caches."""

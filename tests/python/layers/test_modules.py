@@ -333,3 +333,13 @@ def test_what_other_libraries_do_to_a_packed_layer():
     prepared = lowbit.qat.prepare_(nn.Sequential(nn.Linear(64, 48)), LinearConfig(4, 32))
     with pytest.raises(ValueError, match="the model is prepared for training"):
         torch.jit.script(prepared)
+
+
+def test_a_module_that_an_earlier_version_pickled():
+    """Its ``info`` was an attribute."""
+    layer = lowbit.nn.Linear.from_float(torch.nn.Linear(64, 32), lowbit.LinearConfig(4))
+    state = {name: value for name, value in layer.__getstate__().items() if name not in ("_info", "_seen")}
+    old = object.__new__(lowbit.nn.Linear)
+    old.__setstate__(state | {"info": layer.info})
+    x = torch.randn(2, 64)
+    assert torch.equal(old(x), layer(x)) and old.info.bits == 4 and "bits=4" in repr(old)

@@ -1,6 +1,7 @@
 """Several texts at once: each has the tokens that it has alone."""
 
 import copy
+import gc
 import pickle
 
 import lowbit
@@ -252,6 +253,35 @@ def test_caches_of_another_kind_or_model_are_not_copied(model, prompts):
             with pytest.raises(ValueError, match="the caches have keys and values of another model"):
                 call()
     assert kept[kind].tokens == prompts[5]
+    model = other.release()
+    again = llm.Decoder(copy.deepcopy(model), MAX_LENGTH, kind)
+    caches = copy.deepcopy(again.read(prompts[5]))
+    del again
+    gc.collect()
+    # The model that the copy belongs to may be gone; its key fits one that was loaded again.
+    assert llm.Decoder(model, MAX_LENGTH, kind).begin(pickle.loads(pickle.dumps(caches)), text) == len(prompts[5])
+
+
+def test_caches_are_copied_if_nothing_identifies_the_model(decoder, prompts, monkeypatch):
+    def refuse(model):
+        raise ValueError("it has no key")
+
+    monkeypatch.setattr(type(decoder), "model_key", staticmethod(refuse))
+    kept = copy.deepcopy(decoder.read(prompts[5]))
+    assert decoder.begin(kept, [*prompts[5], 7]) == len(prompts[5])
+    with pytest.raises(ValueError, match="it has no key"):
+        pickle.dumps(kept)
+
+
+def test_a_decoder_that_torch_compiles(model, prompts):
+    """Compiled code does not count tokens, so that the decoder takes any start after it."""
+    decoder, plain = (llm.Decoder(each, MAX_LENGTH, plan=False) for each in (model, copy.deepcopy(model)))
+    compiled = torch.compile(decoder, backend="eager")
+    tokens, end = torch.tensor([prompts[5]]), torch.tensor([len(prompts[5])])
+    for step in (compiled, plain):
+        step(tokens, torch.tensor([0]))
+    found, expected = (each(torch.tensor([[7]]), end) for each in (decoder, plain))
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)  # the compiler rounds float sums in another order
 
 
 def test_a_call_that_fails_leaves_no_tokens_behind(decoder, prompts):

@@ -81,6 +81,7 @@ def changed(name: str, value: object) -> torch.nn.Module:
 
 
 def test_keys_differ_with_what_the_code_depends_on(monkeypatch):
+    torch.set_num_threads(1)
     seen = {key()}
 
     def new(found: str) -> bool:

@@ -364,3 +364,22 @@ def test_windows_that_a_server_keeps(engines):
     assert cached == 0 and text([*TEXT[:1200], *first, 9, 8])[1] == 1211
     assert [text(TEXT[:480] + OTHER[at : at + 700])[1] for at in (0, 10, 30)] == [0, 480, 480]
     assert batch.kept_bytes == sum(each.nbytes for each, _ in batch.beginnings())
+
+
+def test_windows_are_not_copied_where_whole_texts_are_kept():
+    """Refused before anything is copied, so the text before is not mixed with another one."""
+    torch.manual_seed(0)
+    model = mistral()
+    again = llm.Decoder(copy.deepcopy(model), 2048, windows=False)
+    kept = llm.Decoder(model, 2048).read(TEXT)
+    whole = llm.Decoder(model, 2048, windows=False)
+    first = torch.tensor([OTHER[:100]])
+    for each in (whole, again):
+        each(first, torch.tensor([0]))
+    for call in (lambda: whole.begin(kept, [*TEXT, 7]), lambda: llm.generate_batch(whole, [[*TEXT, 7]], 2, prefixes=[kept])):
+        with pytest.raises(
+            ValueError, match="hold only the windows of some layers; expected those of a decoder with windows=Fa"
+        ):
+            call()
+    logits = [each(torch.tensor([[7]]), torch.tensor([100])) for each in (whole, again)]
+    assert torch.equal(*logits)

@@ -195,7 +195,7 @@ def test_the_command(packed, tmp_path):
         (("eval", FLOAT, "--tasks", "json", "--window", 64), "it has no effect without --text"),
         (("eval", FLOAT, "--text", prompts, "--seed", 1), "it has no effect without --answers or --tasks"),
         (("eval", FLOAT, "--tasks", "json", "--reference", FLOAT), "--reference has no effect on --tasks"),
-        ((*asked, "--reference", prompts), "no directory of a model"),
+        ((*asked, "--reference", prompts), "is not a directory; expected that of a model"),
     ):
         said = invoke(*arguments)
         assert said.exit_code in (1, 2)
