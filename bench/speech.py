@@ -80,7 +80,8 @@ def of_faster_whisper(model: Path, kind: str) -> Run:
     return run
 
 
-def of_transformers(model: Path) -> Run:
+def of_transformers(model: Path, **options: object) -> Run:
+    """``options``: further ones of ``generate``."""
     whisper = transformers.WhisperForConditionalGeneration.from_pretrained(model, dtype=torch.float32).eval()
     processor = transformers.WhisperProcessor.from_pretrained(model)
 
@@ -89,16 +90,16 @@ def of_transformers(model: Path) -> Run:
         inputs = processor(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt", return_attention_mask=True, **more)
         with torch.inference_mode():
             tokens = whisper.generate(
-                inputs.input_features, attention_mask=inputs.attention_mask, language="en", return_timestamps=True
+                inputs.input_features, attention_mask=inputs.attention_mask, language="en", return_timestamps=True, **options
             )
         return str(processor.batch_decode(tokens, skip_special_tokens=True)[0])
 
     return run
 
 
-def of_lowbit(model: Path, config: lowbit.LowBitConfig | None, cache: str | None) -> Run:
+def of_lowbit(model: Path, config: lowbit.LowBitConfig | None, cache: str | None, **options: object) -> Run:
     transcriber = load_transcriber(model, config, cache=cache)
-    return lambda samples: transcriber.transcribe(samples, language="en").text
+    return lambda samples: transcriber.transcribe(samples, language="en", **options).text
 
 
 def words(text: str) -> str:
