@@ -41,7 +41,7 @@ class Packed(torch.nn.Module):
         self._seen = _state_of(packed_weight)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "info" in state:  # pickled by an earlier version, in which it was no property
+        if "info" in state:  # pickled by an earlier version, in which it was an attribute
             state = {name: value for name, value in state.items() if name != "info"} | {"_info": state["info"], "_seen": None}
         super().__setstate__(state)
 

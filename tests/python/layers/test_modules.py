@@ -336,7 +336,7 @@ def test_what_other_libraries_do_to_a_packed_layer():
 
 
 def test_a_module_that_an_earlier_version_pickled():
-    """Its ``info`` was an attribute."""
+    """Its info was an attribute."""
     layer = lowbit.nn.Linear.from_float(torch.nn.Linear(64, 32), lowbit.LinearConfig(4))
     state = {name: value for name, value in layer.__getstate__().items() if name not in ("_info", "_seen")}
     old = object.__new__(lowbit.nn.Linear)
