@@ -7,8 +7,6 @@ from enum import IntEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..machine.numbers import check_whole
-
 if TYPE_CHECKING:
     import numpy
 
@@ -46,6 +44,8 @@ def window_length(window: int, positions: int = 256) -> int:
     Raises:
         ValueError: ``window`` is not a whole number of 1 or more, or ``positions`` one of 0 or more.
     """
+    from ..machine.numbers import check_whole  # not needed by a program that only imports torch
+
     window, positions = check_whole("window", window, 1), check_whole("positions", positions, 0)
     return -(-(window + SPAN + max(positions, 16)) // 16) * 16
 
