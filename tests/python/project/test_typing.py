@@ -24,8 +24,12 @@ TYPES = {
     "tuple": "tuple[str, list[list[int]]]",
     "None": "None",
 }
-# A std::string accepts both; the loader gets os.fsencode's result, a table of levels is bytes.
-BYTES_TOO = {("load_kernels", "path"), *((name, "levels") for name in ("packed_bytes", "describe_packed", "packed_header"))}
+# A std::string accepts both; names of files are os.fsencode's result, a table of levels is bytes.
+BYTES_TOO = {
+    ("load_kernels", "path"),
+    ("open_tokenizer", "file"),
+    *((name, "levels") for name in ("packed_bytes", "describe_packed", "packed_header")),
+}
 
 
 def stub() -> dict[str, str]:
