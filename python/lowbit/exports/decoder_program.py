@@ -372,8 +372,13 @@ def _load_pte(path: str, max_length: int | None, cache: str | None) -> ExportedD
         raise ValueError("it has no plan, so that its length and caches were chosen when it was exported")
     return ExportedDecoder(
         max_length or numbers["max_length"], numbers["chunk"], numbers["vocabulary"], stop, recurrent,
-        lambda tokens, start: forward.execute((tokens, start))[0], _texts=texts,
+        lambda tokens, start: _copied(forward._method.call((tokens, start), clone_outputs=False)[0]), _texts=texts,
     )  # fmt: skip
+
+
+def _copied(logits: Tensor) -> Tensor:
+    # torch's copy of a large tensor starts its threads, which then spin, and take the CPUs from the plan's threads.
+    return torch.from_numpy(logits.view(torch.uint8).numpy().copy()).view(logits.dtype)
 
 
 def _load_pt2(path: str) -> ExportedDecoder:
