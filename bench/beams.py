@@ -2,8 +2,8 @@
 
     python bench/beams.py [--recordings N] [--work DIRECTORY]
 
-All contenders compute in float32 on one thread, but for the rows with 8 bits. Times are CPU seconds per second of speech, of one run. A second copy of each
-recording has noise, because beams and temperatures are meant for speech that is hard to hear.
+All contenders compute in float32 on one thread, but for the rows with 8 bits. Times are CPU seconds per second of speech, of one
+run. A second copy of each recording has noise, because beams and temperatures are meant for speech that is hard to hear.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import transformers
 from lowbit.speech import SAMPLE_RATE
-from speech import of_faster_whisper, of_lowbit, of_transformers, speech, whisper_base, words
+from speech import of_lowbit, of_transformers, speech, whisper_base, words
 
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 NOISE = 0.5  # its root mean square, times that of the speech
@@ -30,7 +30,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     options.work.mkdir(parents=True, exist_ok=True)
-    theirs, model = whisper_base(options.work)
+    _, model = whisper_base(options.work)
     packed = lowbit.LowBitConfig(bits=8, group_size=32)
     recordings, random = speech(options.work, options.recordings), np.random.default_rng(0)
     noisy = [
@@ -45,8 +45,6 @@ def main() -> None:
         "lowbit 8 bits, 5 beams": of_lowbit(model, packed, None, beams=5),
         "transformers, greedy": of_transformers(model),
         "transformers, 5 beams": of_transformers(model, num_beams=5),
-        "faster-whisper, greedy": of_faster_whisper(theirs, "float32"),
-        "faster-whisper, 5 beams": of_faster_whisper(theirs, "float32", beams=5),
     }
     for kind, chosen in (("clear", recordings), ("noisy", noisy)):
         seconds, spoken = sum(len(samples) for _, samples in chosen) / SAMPLE_RATE, words(" ".join(text for text, _ in chosen))

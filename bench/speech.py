@@ -70,13 +70,11 @@ def speech(work: Path, count: int) -> list[tuple[str, np.ndarray]]:
     return recordings
 
 
-def of_faster_whisper(model: Path, kind: str, beams: int = 1) -> Run:
+def of_faster_whisper(model: Path, kind: str) -> Run:
     whisper = import_module("faster_whisper").WhisperModel(str(model), device="cpu", compute_type=kind, cpu_threads=1)
 
     def run(samples: np.ndarray) -> str:
-        segments, _ = whisper.transcribe(
-            samples, language="en", beam_size=beams, temperature=0.0, condition_on_previous_text=False
-        )
+        segments, _ = whisper.transcribe(samples, language="en", beam_size=1, temperature=0.0, condition_on_previous_text=False)
         return "".join(segment.text for segment in segments)
 
     return run

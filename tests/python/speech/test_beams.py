@@ -19,19 +19,25 @@ from transformers.generation.logits_process import (
 SAMPLES = sound(1.0, 3)
 
 
-@pytest.fixture(scope="module", params=range(3))
-def whisper(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory):
     directory = tmp_path_factory.mktemp("beams") / "model"
-    tiny_whisper(directory, request.param)
+    tiny_whisper(directory)
     return directory
 
 
-def opened(directory, **settings):
-    """A transcriber, and transformers' model and features."""
-    model, theirs = load_speech_model(directory), load_speech_model(directory)
-    for name, value in settings.items():
-        setattr(model.generation_config, name, value)
-        setattr(theirs.generation_config, name, value)
+def opened(directory, ends=(), config=None, **settings):
+    """A transcriber, and transformers' model and features.
+
+    Args:
+        ends: tokens whose logits are high where the text shall end; a model with random weights would never end it.
+    """
+    model, theirs = load_speech_model(directory, config), load_speech_model(directory)
+    for each in (model, theirs):
+        vars(each.generation_config).update(settings)
+        if ends:
+            table = each.model.decoder.embed_tokens.weight.data  # also the output head
+            table[each.generation_config.eos_token_id] = table[list(ends)].sum(0) / len(ends) ** 0.5
     processor = transformers.WhisperProcessor.from_pretrained(directory)
     features = processor(SAMPLES, sampling_rate=SECOND, return_tensors="pt").input_features
     return Transcriber(model, processor), theirs, features
@@ -44,7 +50,7 @@ def written(transcriber, features, **options):
 
 
 def naive_search(model, features, prompt, beams, timestamps):
-    """The rules of OpenAI's Whisper, with a call of transformers' model for each text of each step."""
+    """The rules of OpenAI's Whisper, with a call of transformers' model for all tokens of the texts in each step."""
     settings, end = model.generation_config, model.generation_config.eos_token_id
     rules = [
         SuppressTokensLogitsProcessor(settings.suppress_tokens),
@@ -56,11 +62,14 @@ def naive_search(model, features, prompt, beams, timestamps):
     with torch.no_grad():
         states = model.model.encoder(features)[0]
         while len(ended) < beams and len(texts[0][1]) < model.config.max_target_positions:
-            found = []
-            for total, tokens in texts:
-                logits = model(encoder_outputs=(states,), decoder_input_ids=torch.tensor([tokens])).logits[:, -1]
-                logprobs = LogitsProcessorList(rules)(torch.tensor([tokens]), logits)[0].log_softmax(-1)
-                found += [(total + value, [*tokens, token]) for token, value in enumerate(logprobs.tolist()) if value > -np.inf]
+            given = torch.tensor([tokens for _, tokens in texts])
+            logits = model(encoder_outputs=(states.expand(len(texts), -1, -1),), decoder_input_ids=given).logits[:, -1]
+            logprobs = LogitsProcessorList(rules)(given, logits).log_softmax(-1)
+            found = [
+                (total + value, [*tokens, token])
+                for (total, tokens), row in zip(texts, logprobs.tolist(), strict=True)
+                for token, value in enumerate(row)
+            ]
             texts = []
             for total, tokens in sorted(found, reverse=True):
                 (ended if tokens[-1] == end else texts).append((total, tokens))
@@ -72,23 +81,31 @@ def naive_search(model, features, prompt, beams, timestamps):
 
 
 @pytest.mark.parametrize("timestamps", [True, False])
+@pytest.mark.parametrize(("seed", "ends"), [(0, [212]), (2, [141])])
 @pytest.mark.parametrize("beams", [2, 5])
-def test_the_text_is_that_of_a_naive_search(whisper, beams, timestamps):
-    transcriber, theirs, features = opened(whisper)
+def test_the_text_is_that_of_a_naive_search(tmp_path, seed, ends, beams, timestamps):
+    tiny_whisper(tmp_path / "model", seed)
+    transcriber, theirs, features = opened(tmp_path / "model", ends)
     settings = theirs.generation_config
     prompt = [settings.decoder_start_token_id, settings.lang_to_id["<|en|>"], settings.task_to_id["transcribe"]]
     expected = naive_search(theirs, features, prompt + [settings.no_timestamps_token_id] * (not timestamps), beams, timestamps)
-    assert written(transcriber, features, timestamps=timestamps, beams=beams).tokens == expected
+    found = written(transcriber, features, timestamps=timestamps, beams=beams)
+    assert found.tokens == expected != written(transcriber, features, timestamps=timestamps).tokens
 
 
+@pytest.mark.parametrize(("seed", "ends"), [(0, [203, 105, 112, 32]), (2, [240, 180, 196, 134])])
 @pytest.mark.parametrize("beams", [2, 5])
-def test_the_text_is_that_of_transformers(whisper, beams):
+def test_the_text_is_that_of_transformers(tmp_path, seed, ends, beams):
     """Without rules for tokens, after which transformers' log-probabilities no longer add up to 1."""
-    transcriber, theirs, features = opened(whisper, suppress_tokens=[], begin_suppress_tokens=[])
+    tiny_whisper(tmp_path / "model", seed)
+    transcriber, theirs, features = opened(tmp_path / "model", ends, suppress_tokens=[], begin_suppress_tokens=[])
+    for model in (transcriber.decoder.model, theirs):  # with random weights, they would be likely
+        model.model.decoder.embed_tokens.weight.data[model.generation_config.no_timestamps_token_id :] = 0
     expected = theirs.generate(features, language="en", task="transcribe", num_beams=beams, early_stopping=True)[0].tolist()
     end = theirs.generation_config.eos_token_id
     found = written(transcriber, features, timestamps=False, beams=beams)
     assert found.tokens == [token for token in expected if token != end]
+    assert len(found.logprobs) == len(found.tokens) + 1  # and the end
 
 
 @pytest.mark.parametrize("cache", [None, "bfloat16", "int8,int4"])
@@ -116,10 +133,10 @@ def test_beams_are_texts_of_their_own(whisper, cache, planned):
 
 def test_facts_of_the_chosen_text(whisper):
     """The log-probabilities and queries are those of a text that is not one of several."""
-    transcriber, _, features = opened(whisper)
+    transcriber, _, features = opened(whisper, config=PACKED)
     found, decoder = written(transcriber, features, beams=4, word_timestamps=True), transcriber.decoder
     settings = transcriber._settings
-    logits = decoder.feed([settings.decoder_start_token_id, settings.lang_to_id["en"], settings.task_to_id["transcribe"]], 0)
+    logits = decoder.feed([settings.decoder_start_token_id, transcriber._languages["en"], settings.task_to_id["transcribe"]], 0)
     logprobs, queries = [], []
     for number, token in enumerate([*found.tokens, settings.eos_token_id][: len(found.logprobs)]):
         transcriber._limit(logits, found.tokens[:number], Options())
