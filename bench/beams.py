@@ -1,9 +1,9 @@
-"""Compares beam search of transformers with greedy decoding, for Whisper base on the recordings of bench/speech.py.
+"""Compares beam search with greedy decoding, for Whisper base on the recordings of bench/speech.py.
 
     python bench/beams.py [--recordings N] [--work DIRECTORY]
 
-All contenders compute in float32 on one thread. Times are CPU seconds per second of speech, of one run. A second copy of each
-recording has noise, because beams and temperatures are meant for speech that is hard to hear.
+All contenders compute in float32 on one thread, but for the rows with 8 bits. Times are CPU seconds per second of speech, of one
+run. A second copy of each recording has noise, because beams and temperatures are meant for speech that is hard to hear.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import jiwer
+import lowbit
 import numpy as np
 import torch
 import transformers
@@ -30,6 +31,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     options.work.mkdir(parents=True, exist_ok=True)
     _, model = whisper_base(options.work)
+    packed = lowbit.LowBitConfig(bits=8, group_size=32)
     recordings, random = speech(options.work, options.recordings), np.random.default_rng(0)
     noisy = [
         (text, samples + NOISE * samples.std() * random.standard_normal(len(samples), np.float32))
@@ -38,6 +40,9 @@ def main() -> None:
     runs = {
         "lowbit, greedy": of_lowbit(model, None, None),
         "lowbit, greedy with fallback": of_lowbit(model, None, None, temperature=FALLBACK),
+        "lowbit, 5 beams": of_lowbit(model, None, None, beams=5),
+        "lowbit 8 bits, greedy": of_lowbit(model, packed, None),
+        "lowbit 8 bits, 5 beams": of_lowbit(model, packed, None, beams=5),
         "transformers, greedy": of_transformers(model),
         "transformers, 5 beams": of_transformers(model, num_beams=5),
     }

@@ -64,7 +64,7 @@ enum class Opcode : uint8_t {
   embedding,         // indices packed out; embedding_dim
   attention,         // q k v [sinks] out; layer window; scale softcap
   masked_attention,  // q k v [bounds] out; ; scale softcap; within each text: bounds count from its first row
-  fixed_attention,   // q k v start out; layer, slots of keys and values, window; scale: over caches of a call with one text
+  fixed_attention,   // q k v start out; layer, slots of keys and values, window; scale: over caches that all texts share
   linear_attention,  // q k v decay [beta] out; layer slot; scale norm_epsilon
   short_conv,        // x weight [bias] out; layer slot silu
   activate,          // x [gate] out; activation

@@ -137,6 +137,15 @@ struct PlanRun::Implementation {
     return found == caches.end() ? nullptr : text.caches + found->second;
   }
 
+  // The tensor of all texts of a call, or null if it is not the same one.
+  const TensorView* shared_cache(const PlanCall& call, int64_t layer, int64_t slot) const {
+    const TensorView* const first = cache(call.texts[0], layer, slot);
+    for (int64_t t = 1; first != nullptr && t < call.text_count; ++t) {
+      if (cache(call.texts[t], layer, slot)->data != first->data) return nullptr;
+    }
+    return first;
+  }
+
   Status run(const PlanStep& step, const TensorView* v, const PlanCall& call, const Parallel& parallel) {
     const size_t count = step.operands.size();
     const int64_t* const n = step.integers.data();
@@ -157,9 +166,11 @@ struct PlanRun::Implementation {
         if (call.text_count > 1) return masked_texts(step, v, call, parallel);
         return masked_attention(v[0], v[1], v[2], optional(3), x[0], x[1], v[4], parallel);
       case Opcode::fixed_attention: {
-        const TensorView* const keys = call.text_count == 1 ? cache(call.texts[0], n[0], n[1]) : nullptr;
-        const TensorView* const values = call.text_count == 1 ? cache(call.texts[0], n[0], n[2]) : nullptr;
-        if (keys == nullptr || values == nullptr) return Status::error("it needs one text with caches of layer %" PRId64, n[0]);
+        const TensorView* const keys = shared_cache(call, n[0], n[1]);
+        const TensorView* const values = shared_cache(call, n[0], n[2]);
+        if (keys == nullptr || values == nullptr) {
+          return Status::error("it needs caches of layer %" PRId64 " that all texts share", n[0]);
+        }
         Scores scores{x[0]};
         scores.window = n[3];
         return attention(v[0], v[1], v[2], *keys, *values, v[3], scores, v[4], parallel);

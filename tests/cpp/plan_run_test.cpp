@@ -253,6 +253,54 @@ TEST(PlanRun, TextsWithCaches) {
   }
 }
 
+// A step of one head over the caches of each text, and then over caches that the texts share.
+TEST(PlanRun, TextsThatShareCaches) {
+  Plan plan;
+  plan.buffers = {buffer(BufferKind::input, {}, 0),      buffer(BufferKind::input, {}, 1),
+                  buffer(BufferKind::cache, {}, 0),      buffer(BufferKind::cache, {}, 0),
+                  buffer(BufferKind::cache, {}, 0),      buffer(BufferKind::cache, {}, 0),
+                  floats(std::vector<float>(16, 0.5f)),  buffer(BufferKind::temporary, times(kRows, 64)),
+                  buffer(BufferKind::output, {}, 0)};
+  for (int64_t slot = 0; slot < 4; ++slot) plan.buffers[static_cast<size_t>(2 + slot)].slot = slot < 2 ? slot : slot + 1;
+  const Operand x = operand(0, kF32, {{1}, {1}, kRows, {16}}), one = operand(6, kF32, {{1}, {1}, {1}, {16}});
+  plan.steps = {{Opcode::attention, {x, x, x, no_operand(), operand(7, kF32, {{1}, kRows, {1}, {16}})}, {0, 0}, {0.25, 0.0}},
+                {Opcode::fixed_attention,
+                 {operand(7, kF32, {{1}, kRows, {1}, {16}}), one, one, operand(1, ElementType::i64, {{1}}),
+                  operand(8, kF32, {{1}, {1}, kRows, {16}})},
+                 {0, kFirstState, kFirstState + 1, 0}, {0.25}}};
+  Random random(5);
+  const auto cache = [&] {
+    Tensor made(kF32, {1, 1, 32, 16});
+    for (int64_t i = 0; i < 32 * 16; ++i) made.memory->as<float>()[i] = random.normal();
+    return made;
+  };
+  const Tensor keys[] = {cache(), cache()}, values[] = {cache(), cache()}, heard[] = {cache(), cache()};
+  const TensorView texts[][4] = {{keys[0].view, values[0].view, heard[0].view, heard[1].view},
+                                 {keys[1].view, values[1].view, heard[0].view, heard[1].view},
+                                 {keys[1].view, values[1].view, heard[1].view, heard[1].view}};
+  const Tensor rows = random_tensor(kF32, {3, 16}, random);
+  const Tensor start = index_tensor<int64_t>({20});
+  PlanRun run(std::move(plan), 2);
+  const auto call = [&](int64_t begin, int64_t end, const std::vector<PlanText>& given, std::vector<uint8_t>* bytes) {
+    Tensor out(kF32, {end - begin, 16});
+    const Memory inputs[] = {{rows.memory->data() + begin * 64, (end - begin) * 64}, {start.view.data, 8}};
+    const Memory output{out.view.data, (end - begin) * 64};
+    const Status status =
+        run.run({end - begin, 0, inputs, 2, &output, 1, given.data(), static_cast<int64_t>(given.size())});
+    *bytes = out.bytes();
+    return status;
+  };
+  std::vector<uint8_t> first, second, both;
+  ASSERT_TRUE(call(0, 2, {{0, 2, 7, texts[0]}}, &first).ok());
+  ASSERT_TRUE(call(2, 3, {{0, 1, 4, texts[1]}}, &second).ok());
+  const Status status = call(0, 3, {{0, 2, 7, texts[0]}, {2, 3, 4, texts[1]}}, &both);
+  ASSERT_TRUE(status.ok()) << status.message();
+  first.insert(first.end(), second.begin(), second.end());
+  EXPECT_EQ(both, first);
+  EXPECT_TRUE(refused(call(0, 3, {{0, 2, 7, texts[0]}, {2, 3, 4, texts[2]}}, &both),
+                      "step 1, fixed_attention: it needs caches of layer 0 that all texts share"));
+}
+
 TEST(PlanRun, TwoCachesOfOneName) {
   Plan plan = plan_with_caches();
   plan.buffers[2].slot = kKeys;

@@ -55,6 +55,7 @@ def transcribe(
         float | None, typer.Option(help="Windows with a larger probability of silence have no text.", show_default="none")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    beams: Annotated[int, typer.Option(help="Texts that are continued side by side at temperature 0.")] = 1,
     quantizing: options.Quantizing,
     cache: options.Cache = None,
     threads: options.Threads = None,
@@ -70,7 +71,7 @@ def transcribe(
     wish: dict[str, Any] = {
         "language": language, "task": task, "word_timestamps": words, "prompt": prompt, "condition_on_previous_text": previous,
         "temperature": temperatures(temperature), "compression_ratio_threshold": compression_ratio,
-        "logprob_threshold": logprob, "seed": seed,
+        "logprob_threshold": logprob, "seed": seed, "beams": beams,
     }  # fmt: skip
     if no_speech is not None:
         wish["no_speech_threshold"] = no_speech

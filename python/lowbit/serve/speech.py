@@ -59,6 +59,7 @@ class Wish(Body):
     stream: Annotated[bool, BeforeValidator(lambda value: {"true": True, "false": False}.get(value.lower(), value))] = False
     temperature: str = Field("", max_length=64)
     prompt: str = Field("", max_length=_MOST_PROMPT)
+    beams: int = Field(1, ge=1, strict=False)
     granularities: list[Literal["segment", "word"]] = Field(
         default_factory=list, max_length=2, alias="timestamp_granularities[]"
     )
@@ -88,7 +89,7 @@ class Wish(Body):
             raise bad("temperature", str(error)) from error
         return {
             "task": task, "language": self.language or None, "prompt": self.prompt, "temperature": temperature,
-            "word_timestamps": "word" in self.granularities,
+            "word_timestamps": "word" in self.granularities, "beams": self.beams,
         }  # fmt: skip
 
 

@@ -39,7 +39,9 @@ class _Program(torch.nn.Module):
 
     def forward(self, tokens: Tensor, start: Tensor, states: Tensor, at: Tensor) -> Tensor:
         self.decoder.hear(states, at)
-        return self.decoder.step(tokens, start, at + (states.shape[1] - 1))[0]
+        # Attention refuses positions beyond the caches.
+        positions = (start + torch.arange(tokens.shape[1])).clamp(0, self.decoder.max_length - 1)
+        return self.decoder.step(tokens, positions, slice(-1, None), start, at + (states.shape[1] - 1))[0]
 
 
 class _CachesAsInputs(torch.nn.Module):

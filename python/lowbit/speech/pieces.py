@@ -51,7 +51,7 @@ class PieceTranscriber(AnyTranscriber):
         plain = Options()
         for name in (
             "language", "task", "timestamps", "word_timestamps", "prompt", "condition_on_previous_text", "temperatures",
-            "no_speech_threshold",
+            "no_speech_threshold", "beams",
         ):  # fmt: skip
             found, expected = getattr(wish, name), getattr(plain, name)
             if found != expected and name not in self.more_options:

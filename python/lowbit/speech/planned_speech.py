@@ -15,6 +15,7 @@ from .. import _C, __version__
 from ..files.plan_facts import PLAN, NoPlan, are_allowed, described, facts_of, states
 from ..machine.cpus import default_threads
 from ..operators.cache_layout import PANEL, Slot
+from .beams import BeamDecoder, Place, Queries, Text
 from .transcriber import SETTINGS, Transcriber, load_transcriber
 from .transcription import AnyTranscriber
 
@@ -32,12 +33,15 @@ _FILES = (
 )  # fmt: skip
 _MOST_INSIDE = 1 << 25  # bytes of a convolution or table of positions, which may have another type in the checkpoint
 _ALIGNMENT = 64  # bytes, for caches
-_BYTES = {0: 4, 1: 2, 2: 2, 7: 1}  # ElementType of a cache -> bytes per number
+_TYPES = {0: np.dtype("float32"), 1: np.dtype("uint16"), 2: np.dtype("float16"), 7: np.dtype("int8")}  # by ElementType
+_OF_TEXT = (Slot.KEYS, Slot.VALUES)
+_Cache = tuple[np.ndarray, int, list[int]]  # memory, ElementType, shape
 _TEXTS = ("", " Hello, world!  It's 3.5 o'clock .", "Größe naïve 東京 👩‍👩‍👧 שלום", "\n\ttabs", "<|en|> x <|endoftext|>")
+_STEP = 2  # raised when inputs or results of the decoding step change
 _NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins", "median_filter_width")
 
 
-class PlannedSpeech:
+class PlannedSpeech(BeamDecoder):
     """The encoder and the decoding step of a Whisper model by their plans, with the methods of :class:`SpeechDecoder`."""
 
     max_length: int
@@ -51,27 +55,29 @@ class PlannedSpeech:
         Args:
             content: the description of the plans.
         """
+        if content.get("step") != _STEP:
+            raise ValueError("it was made by an earlier build")
         for name in _NUMBERS:
             setattr(self, name, int(content[name]))
         if content["dtype"] not in ("float32", "float16"):
             raise ValueError(f"the dtype is {content['dtype']!r}; expected float32 or float16")
         for _, _, size, kind, shape in content["caches"]:
             fits = len(shape) <= 16 and all(type(each) is int and 0 < each < 1 << 31 for each in shape)
-            if type(kind) is not int or kind not in _BYTES or not fits or size != _BYTES[kind] * math.prod(shape):
+            if type(kind) is not int or kind not in _TYPES or not fits or size != _TYPES[kind].itemsize * math.prod(shape):
                 raise ValueError(f"a cache has {size!r} bytes of kind {kind!r} and shape {shape!r}; expected bytes that fit")
         self._step, self._listen = step, listen
         self._dtype, heads, width = np.dtype(content["dtype"]), content["heads"], content["width"]
         self.alignment_heads = [(layer, head) for layer, head in content["alignment_heads"]]
         self.aligned_layers: list[int] = sorted({layer for layer, _ in self.alignment_heads})
-        self.queries: list[np.ndarray] = []  # as in SpeechDecoder
+        self.queries: list[Queries] = []
         self._heads = (heads, width // heads)
         self._states = np.empty((1, self.positions, width), self._dtype)
         self._last = [np.zeros((1, heads, 1, width // heads), self._dtype) for _ in range(2 * content["layers"])]
-        caches = {(layer, slot): (_zeros(size), kind, shape) for layer, slot, size, kind, shape in content["caches"]}
-        self._heard = [caches[layer, Slot.STATE][0] for layer in self.aligned_layers]
-        self._memory = [memory for memory, _, _ in caches.values()]
-        described = {place: (memory.ctypes.data, kind, shape) for place, (memory, kind, shape) in caches.items()}
-        self._caches = [_C.PlanCaches([described.get(place[:2]) for place in plan.caches]) for plan in (step, listen)]
+        self._caches = {(layer, slot): (_zeros(size), kind, shape) for layer, slot, size, kind, shape in content["caches"]}
+        self._heard = [self._caches[layer, Slot.STATE][0] for layer in self.aligned_layers]
+        self._listen_caches = _described(listen, self._caches)
+        self._layers = range(content["layers"])
+        self._places, self._beams = [self._place(self._caches)], [0]
 
     def listen(self, features: np.ndarray) -> None:
         """As :meth:`SpeechDecoder.listen`."""
@@ -79,25 +85,42 @@ class PlannedSpeech:
         if features.shape != expected:
             raise ValueError(f"features is {list(features.shape)}; expected {list(expected)}")
         inputs = [np.ascontiguousarray(features, self._dtype), np.zeros(1, np.int64)]
-        self._listen.run(
-            self.positions, 1, _memory(inputs), _memory([self._states, *self._last]), [(0, self.positions, 0, self._caches[1])]
-        )
+        text = (0, self.positions, 0, self._listen_caches)
+        self._listen.run(self.positions, 1, _memory(inputs), _memory([self._states, *self._last]), [text])
 
-    def feed(self, tokens: list[int], start: int) -> np.ndarray:
-        """As :meth:`SpeechDecoder.feed`."""
-        logits = np.empty(self.vocabulary, self._dtype)
-        queries = [np.empty(self._heads, self._dtype) for _ in self.aligned_layers]
-        inputs = [np.array(each, np.int64) for each in (tokens, [start], [self.positions - 1])]
-        text = (0, len(tokens), start, self._caches[0])
-        self._step.run(len(tokens), 1, _memory([*inputs, *self._last]), _memory([logits, *queries]), [text])
-        self.queries = [query.astype(np.float32, copy=False) for query in queries]
+    def compute(self, tokens: list[int], positions: list[int], keep: list[int], texts: list[Text]) -> np.ndarray:
+        kept = len(keep)
+        logits = np.empty((kept, self.vocabulary), self._dtype)
+        queries = [np.empty((kept, *self._heads), self._dtype) for _ in self.aligned_layers]
+        inputs = [np.array(each, np.int64) for each in (tokens, positions, keep, [self.positions - 1])]
+        given = [(begin, end, start, place.described) for begin, end, start, place in texts]
+        self._step.run(len(tokens), kept, _memory([*inputs, *self._last]), _memory([logits, *queries]), given)
+        self.queries = [list(row) for row in zip(*(each.astype(np.float32, copy=False) for each in queries), strict=True)]
         return logits.astype(np.float32, copy=False)
+
+    def new_place(self) -> Place:
+        own = {
+            place: (_zeros(memory.nbytes), kind, shape)
+            for place, (memory, kind, shape) in self._caches.items()
+            if place[1] in _OF_TEXT
+        }
+        return self._place(self._caches | own)
+
+    def _place(self, caches: dict[tuple[int, int], _Cache]) -> Place:
+        arrays = {place: memory.view(_TYPES[kind]).reshape(shape) for place, (memory, kind, shape) in caches.items()}
+        return Place([[arrays[layer, slot] for slot in _OF_TEXT] for layer in self._layers], _described(self._step, caches))
 
     def heard_keys(self) -> list[np.ndarray]:
         """As :meth:`SpeechDecoder.heard_keys`, from the caches, whose layout docs/internals/operators.md describes."""
         heads, width = self._heads
         panels = (memory.view(self._dtype).reshape(heads, -1, width, PANEL).swapaxes(2, 3) for memory in self._heard)
         return [each.reshape(heads, -1, width)[:, : self.positions].astype(np.float32) for each in panels]
+
+
+def _described(plan: _C.PlanModel, caches: dict[tuple[int, int], _Cache]) -> Any:
+    """Caches as a plan takes them."""
+    described = {place: (memory.ctypes.data, kind, shape) for place, (memory, kind, shape) in caches.items()}
+    return _C.PlanCaches([described.get(place[:2]) for place in plan.caches])
 
 
 def _zeros(size: int) -> np.ndarray:
@@ -204,7 +227,7 @@ def write_plans(transcriber: Transcriber, directory: Path) -> None:
     if decoder.plan is None or decoder.listen_plan is None:
         raise ValueError(f"the model has no plans: {decoder.plan_refusal or decoder.listen_refusal}")
     config, dtype = decoder.model.config, str(decoder.model.dtype).removeprefix("torch.")
-    content: dict[str, Any] = {"kind": _KIND} | {name: getattr(decoder, name) for name in _NUMBERS}
+    content: dict[str, Any] = {"kind": _KIND, "step": _STEP} | {name: getattr(decoder, name) for name in _NUMBERS}
     content["alignment_heads"] = decoder.alignment_heads
     content |= {"dtype": dtype, "heads": decoder.heads, "width": config.d_model, "layers": config.decoder_layers}
     content["caches"] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ from ..hf.fusing import fuse_
 from ..llm.caches import empty_caches, name_of, type_of
 from ..llm.decoder import check_call
 from ..plan.recording import Unplannable
+from .beams import BeamDecoder, Place, Queries, Text
 from .speech_plan import ListenPlan, SpeechPlan
 
 _TRIAL = 24  # encoder positions in the trial
 _TRIAL_LIMIT = 0.05  # relative to the spread of the logits: rounding stays below, a different computation does not
 
 
-class SpeechDecoder(torch.nn.Module):
+class SpeechDecoder(torch.nn.Module, BeamDecoder):
     """The decoder of a Whisper model: :meth:`listen` encodes audio, then each call continues the text.
 
     Keys and values of the encoder's output are computed once per window of audio. They and those of the text are static
@@ -54,7 +56,7 @@ class SpeechDecoder(torch.nn.Module):
         self.mel_bins: int = config.num_mel_bins
         self.median_filter_width: int = config.median_filter_width
         self.alignment_heads = _alignment_heads(model)
-        self.queries: list[np.ndarray] = []  # queries of the last token in each layer with alignment heads, [heads, width]
+        self.queries: list[Queries] = []
         self._states: Tensor | None = None  # of the encoder
         self._count = 0  # tokens of the text in the caches
         self._last: Tensor | None = None  # last position of the encoder's output whose key and value the caches hold
@@ -67,6 +69,7 @@ class SpeechDecoder(torch.nn.Module):
             for name, tensor in zip(self._names(number), caches, strict=True):
                 self.register_buffer(name, tensor, persistent=False)
         self._try()
+        self._places, self._beams = [self._place([caches[:2] for caches in self.caches()])], [0]
 
     @staticmethod
     def _names(layer: int) -> list[str]:
@@ -101,7 +104,8 @@ class SpeechDecoder(torch.nn.Module):
         expected = self.model.proj_out(expected).float()
         self.hear(states, torch.tensor([0]))
         last = torch.tensor([states.shape[1] - 1])
-        pieces = [self.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
+        calls = [(tokens[:, at:end], torch.arange(at, end), torch.tensor([end - at - 1]), at) for at, end in ((0, 3), (3, 4))]
+        pieces = [self.step(*call, torch.tensor([at]), last) for *call, at in calls]
         difference = (torch.stack([pieces[0][0][0], pieces[1][0][0]]).float() - expected[0, 2:]).square().mean().sqrt()
         measured = float(difference / expected.std())
         if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
@@ -111,9 +115,13 @@ class SpeechDecoder(torch.nn.Module):
             )
         try:
             plan = SpeechPlan(self, last)
-            again = [plan.step(tokens[:, at:end], torch.tensor([at]), last) for at, end in ((0, 3), (3, 4))]
+            again = [plan.run(*call, last, [(0, call[0].shape[1], at, plan.caches)]) for *call, at in calls]
             if not all(torch.equal(*pair) for pairs in zip(again, pieces) for pair in zip(*pairs, strict=True)):
                 raise Unplannable("its logits differ")
+            alike = [(0, 1, 3, plan.caches), (1, 2, 3, plan.caches)]
+            twice = plan.run(tokens[:, [3, 3]], torch.tensor([3, 3]), torch.tensor([0, 1]), last, alike)
+            if not all(torch.equal(rows, one.expand_as(rows)) for rows, one in zip(twice, pieces[1], strict=True)):
+                raise Unplannable("its logits differ for several texts in a call")
             self.plan = plan
         except Exception as reason:  # the model's own code works as well, so nothing is lost
             self.plan_refusal = f"{type(reason).__name__}: {reason}"
@@ -177,25 +185,46 @@ class SpeechDecoder(torch.nn.Module):
             IndexError: the text is longer than the model's positions, or has fewer than ``start`` tokens.
             RuntimeError: :meth:`listen` was not called before.
         """
-        return self._run(tokens, start)[0]
-
-    def _run(self, tokens: Tensor, start: Tensor) -> list[Tensor]:
         check_call(tokens, start, self.vocabulary, self.max_length, self._count)
-        if self._last is None:
+        count = tokens.shape[1]
+        return self._run(tokens, start + torch.arange(count), [count - 1], [self.text(count, int(start))])[0]
+
+    def _run(self, tokens: Tensor, positions: Tensor, keep: list[int], texts: list[Text]) -> list[Tensor]:
+        """Logits and queries of kept rows, as :meth:`step`."""
+        last = self._last
+        if last is None:
             raise RuntimeError("the decoder has no audio; call listen() first")
+        start = texts[0].start
         with torch.inference_mode():
-            if self.plan is not None and int(start) == 0 and not self.plan.fits():
+            if self.plan is not None and start == 0 and not self.plan.fits():
                 self.plan, self.plan_refusal = None, "the model has been changed since the decoder was made"
-            self._count = int(start)  # if the call fails
-            found = (self if self.plan is None else self.plan).step(tokens, start, self._last)
-        self._count += tokens.shape[1]
+            self._count = start  # if the call fails
+            if self.plan is not None:
+                given = [(begin, end, at, place.described) for begin, end, at, place in texts]
+                found = self.plan.run(tokens, positions, torch.tensor(keep), last, given)
+            else:
+                parts = []
+                for begin, end, at, place in texts:
+                    kept = torch.tensor([row - begin for row in keep if begin <= row < end])
+                    caches = [(*own, *shared[2:]) for own, shared in zip(place.layers, self.caches(), strict=True)]
+                    parts.append(self.step(tokens[:, begin:end], positions[begin:end], kept, torch.tensor([at]), last, caches))
+                found = [torch.cat(each) for each in zip(*parts, strict=True)]
+        self._count += texts[0].end
         return found
 
-    def feed(self, tokens: list[int], start: int) -> np.ndarray:
-        """Logits [vocabulary], float32, after tokens that follow the first ``start`` ones of the text."""
-        logits, *queries = (each[0].float().numpy() for each in self._run(torch.tensor([tokens]), torch.tensor([start])))
-        self.queries = queries
+    def compute(self, tokens: list[int], positions: list[int], keep: list[int], texts: list[Text]) -> np.ndarray:
+        given = torch.tensor([tokens])
+        for begin, end, start, _ in texts:
+            check_call(given[:, begin:end], torch.tensor([start]), self.vocabulary, self.max_length, self._count)
+        logits, *queries = (each.float().numpy() for each in self._run(given, torch.tensor(positions), keep, texts))
+        self.queries = [list(row) for row in zip(*queries, strict=True)]
         return logits
+
+    def new_place(self) -> Place:
+        return self._place([caches[:2] for caches in self._make(self.max_length, 0)])
+
+    def _place(self, layers: list[tuple[Tensor, ...]]) -> Place:
+        return Place(layers, None if self.plan is None else self.plan.of_beam(layers))
 
     def heard_keys(self) -> list[np.ndarray]:
         """The keys of the encoder's output for each layer with alignment heads, float32 [heads, positions, width]."""
@@ -209,40 +238,45 @@ class SpeechDecoder(torch.nn.Module):
         """The layers with alignment heads."""
         return sorted({layer for layer, _ in self.alignment_heads})
 
-    def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> list[Tensor]:
-        """As :meth:`forward`, without checks.
+    def step(
+        self, tokens: Tensor, positions: Tensor, keep: Tensor | slice, start: Tensor, last: Tensor, caches: Sequence[Any] = ()
+    ) -> list[Tensor]:
+        """Computes a step, without checks.
 
         Args:
+            tokens: [1, s] int64.
+            positions: [s] int64, of the tokens.
+            keep: [kept] int64, the rows with results.
+            start: [1] int64, the number of earlier tokens.
             last: [1] int64, the last position of the encoder's output.
+            caches: of each layer, as from :meth:`caches`, which are the default.
 
         Returns:
-            The logits, and for each layer with alignment heads the queries of the last token, [1, heads, width].
+            The logits [kept, vocabulary], and the queries [kept, heads, width] of each layer with alignment heads.
         """
         decoder, count = self.model.model.decoder, tokens.shape[1]
-        positions = start + torch.arange(count)
-        if torch.compiler.is_compiling():  # attention refuses positions beyond the caches
-            positions = positions.clamp(0, self.max_length - 1)
         x = decoder.embed_tokens(tokens) + decoder.embed_positions.weight[positions]
         # Each query becomes an additional head at the last position of the encoder's output, which attends to all of it. The
         # operator rewrites the key and value of that position unchanged.
         attend, queries = torch.ops.lowbit.attention, []
-        for layer, (k_cache, v_cache, heard_k, heard_v, last_k, last_v) in zip(decoder.layers, self.caches(), strict=True):
+        for layer, layer_caches in zip(decoder.layers, caches or self.caches(), strict=True):
+            k_cache, v_cache, heard_k, heard_v, last_k, last_v = layer_caches
             attention, h = layer.self_attn, layer.self_attn_layer_norm(x)
             query, key, value = (self._split(project(h)) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
             output = attend(query, key, value, k_cache, v_cache, start, attention.scaling)
             x = x + attention.out_proj(output.flatten(2))
 
             attention, h = layer.encoder_attn, layer.encoder_attn_layer_norm(x)
-            query = self._split(attention.q_proj(h))
-            queries.append(query[:, :, -1])
-            query = query.reshape(1, self.heads * count, 1, -1)
+            projected = attention.q_proj(h)
+            queries.append(projected[:, keep])
+            query = self._split(projected).reshape(1, self.heads * count, 1, -1)
             output = attend(query, last_k, last_v, heard_k, heard_v, last, attention.scaling)
             output = output.view(1, self.heads, count, -1).transpose(1, 2).flatten(2)
             x = x + attention.out_proj(output)
 
             x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x))))
-        logits = self.model.proj_out(decoder.layer_norm(x[:, -1:]))[:, -1]
-        return [logits, *(queries[layer].clone(memory_format=torch.contiguous_format) for layer in self.aligned_layers)]
+        logits = self.model.proj_out(decoder.layer_norm(x[:, keep]))[0]
+        return [logits, *(queries[layer][0].unflatten(-1, (self.heads, -1)) for layer in self.aligned_layers)]
 
 
 def _alignment_heads(model: Any) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_TEMPERATURES = 8
+MOST_BEAMS = 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Options:
         no_speech_threshold: a window with a larger probability of silence has no text, unless its text is likely by
             ``logprob_threshold``; None: no limit.
         seed: the seed of random tokens; equal seeds give equal texts.
+        beams: at temperature 0, the number of texts of a window that are continued side by side; the likeliest of as many whole
+            texts is taken, by the mean log-probability of its tokens and end. 1: only the likeliest token of each step.
     """
 
     language: str | None = None
@@ -42,6 +45,7 @@ class Options:
     logprob_threshold: float | None = -1.0
     no_speech_threshold: float | None = None
     seed: int = 0
+    beams: int = 1
 
     def __post_init__(self) -> None:
         temperatures = self.temperatures
@@ -53,6 +57,10 @@ class Options:
                 raise ValueError(f"{name} is {value}; expected a finite number")
         if self.seed < 0:
             raise ValueError(f"seed is {self.seed}; expected 0 or more")
+        if not 1 <= self.beams <= MOST_BEAMS:
+            raise ValueError(f"beams is {self.beams}; expected 1 to {MOST_BEAMS}")
+        if self.beams > 1 and 0 not in temperatures:
+            raise ValueError(f"beams is {self.beams} at temperature {self.temperature}; expected 1, or temperature 0 too")
 
     @property
     def temperatures(self) -> tuple[float, ...]:

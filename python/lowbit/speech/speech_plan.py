@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,14 @@ from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput
 from ..plan.lowering import Lowered, Roles, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
-from ..plan.plan_file import Slot
+from ..plan.plan_file import Kind, Slot
 from ..plan.recording import Sizes, Unplannable, record
 from ..plan.running import Caches, Planned
 
 if TYPE_CHECKING:
     from .speech_decoder import SpeechDecoder
 
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens or positions of the recorded calls; the second numbers are not used
+_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens and kept ones of the recorded calls; the encoder's have only positions
 _TRIAL = 24  # positions
 # The encoder's hidden states may differ by rounding from those of its own code, whose convolutions and GELU are torch's;
 # quantized activations amplify it.
@@ -39,7 +40,7 @@ class _Plan:
         self.kept = {(number, slot): tensor for number, layer in enumerate(layers) for slot, tensor in zip(_SLOTS, layer)}
         self._model: Any = decoder.model
         self.planned = Planned(self._lowered(decoder))
-        self._caches = Caches(self.planned.places, self.kept)
+        self.caches = Caches(self.planned.places, self.kept)
         self._parts = ModelParts(decoder.model)
 
     def _lowered(self, decoder: SpeechDecoder) -> Lowered:
@@ -71,17 +72,28 @@ class SpeechPlan(_Plan):
         super().__init__(decoder)
 
     def _lowered(self, decoder: SpeechDecoder) -> Lowered:
-        recordings = []
-        for rows, _ in _CALLS:
-            inputs = [torch.zeros(1, rows, dtype=torch.int64), torch.tensor([0]), self._heard]
-            recordings.append(record(partial(decoder.step, *inputs), [*inputs, *self.last, *self.kept.values()]))
-        roles = Roles(3 + len(self.last), list(self.kept), start=1)
-        return lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model))
+        recordings, count = [], 4 + len(self.last)
+        for rows, kept in _CALLS:
+            inputs = [torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows), torch.arange(rows - kept, rows)]
+            start = torch.tensor([0])
+            given = [*inputs, self._heard, *self.last, start, *self.kept.values()]
+            recordings.append(record(partial(decoder.step, *inputs, start, self._heard), given))
+        roles = Roles(count + 1, list(self.kept), start=count)
+        made = lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model))
+        if any(buffer.kind is Kind.INPUT and buffer.index == count for buffer in made.plan.buffers):
+            raise Unplannable("its operators use the number of earlier tokens")
+        return made
 
-    def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> list[Tensor]:
-        """As :meth:`SpeechDecoder.step`."""
-        text = (0, tokens.shape[1], int(start), self._caches)
-        return self.planned.run([tokens.contiguous(), start, last, *self.last], 1, [text])
+    def of_beam(self, layers: Sequence[Sequence[Tensor]]) -> Caches:
+        """The caches of a beam: keys and values of its text in each layer, and those of the audio."""
+        own = {(number, slot): tensor for number, layer in enumerate(layers) for slot, tensor in zip(_SLOTS, layer)}
+        return Caches(self.planned.places, self.kept | own)
+
+    def run(
+        self, tokens: Tensor, positions: Tensor, keep: Tensor, last: Tensor, texts: Sequence[tuple[int, int, int, Caches]]
+    ) -> list[Tensor]:
+        """As :meth:`SpeechDecoder.step`, for several texts: range of rows, number of earlier tokens, and caches of each."""
+        return self.planned.run([tokens.contiguous(), positions, keep, last, *self.last], len(keep), texts)
 
 
 class ListenPlan(_Plan):
@@ -121,7 +133,7 @@ class ListenPlan(_Plan):
     def listen(self, features: Tensor) -> Tensor:
         """Stores keys and values of a window; returns the encoder's hidden states."""
         rows = features.shape[2] // 2
-        states, *last = self.planned.run([features, torch.tensor([0])], 1, [(0, rows, 0, self._caches)])
+        states, *last = self.planned.run([features, torch.tensor([0])], 1, [(0, rows, 0, self.caches)])
         for to, tensor in zip(self.last, last, strict=True):
             to.copy_(tensor)
         return states

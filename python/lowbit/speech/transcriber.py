@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .audio import SAMPLE_RATE
+from .beams import Queries, log_sum, search
 from .features import HOP, check_extractor, log_mel
 from .speech_options import Options
 from .transcription import AnyTranscriber, Heard, Segment, Windows, compression_ratio
@@ -39,7 +40,7 @@ class Written:
 
     tokens: list[int]
     logprobs: list[float]  # of the tokens, and of the end
-    queries: list[list[np.ndarray]]  # after each token that the model has read; layers with alignment heads
+    queries: list[Queries]  # after each token that the model has read
     temperature: float
     compression_ratio: float
     no_speech_prob: float
@@ -265,7 +266,7 @@ class Transcriber(AnyTranscriber):
         first = [*([settings.prev_sot_token_id, *previous] if previous else []), settings.decoder_start_token_id]
         logits = self.decoder.feed(first, 0)
         # The token before "no timestamps" stands for silence.
-        silence = float(np.exp(logits[settings.no_timestamps_token_id - 1] - _log_sum(logits)))
+        silence = float(np.exp(logits[settings.no_timestamps_token_id - 1] - log_sum(logits)))
         rest = []
         if self._languages:
             assert language is not None
@@ -284,7 +285,7 @@ class Transcriber(AnyTranscriber):
 
     def _attempt(
         self, logits: np.ndarray, rest: list[int], start: int, known: int, wish: Options, temperature: float, draws: Any
-    ) -> tuple[list[int], list[float], list[list[np.ndarray]]]:
+    ) -> tuple[list[int], list[float], list[Queries]]:
         """Tokens, their log-probabilities and queries.
 
         Args:
@@ -293,30 +294,57 @@ class Transcriber(AnyTranscriber):
             known: the number of tokens of the text at the end of ``rest``.
             draws: the source of random numbers.
         """
-        never, not_first = self._suppressed("suppress_tokens"), self._suppressed("begin_suppress_tokens")
-        tokens, logprobs, queries = rest[len(rest) - known :], list[float](), list[list[np.ndarray]]()
+        if draws is None and wish.beams > 1:
+            return self._search(logits, rest, start, known, wish)
+        tokens, logprobs, queries = rest[len(rest) - known :], list[float](), list[Queries]()
         step = rest
         while start + len(step) < self.decoder.max_length:
             if step:
                 logits = self.decoder.feed(step, start)
                 start += len(step)
                 if wish.word_timestamps and step is not rest:
-                    queries.append(self.decoder.queries)
-            logits[never] = -np.inf
-            if not tokens:
-                logits[not_first] = -np.inf
-            if wish.timestamps:
-                self._limit_times(logits, tokens)
+                    queries += self.decoder.queries
+            self._limit(logits, tokens, wish)
             scores = (
                 logits if draws is None else logits / max(temperature, _LEAST_TEMPERATURE) + draws.gumbel(size=logits.shape)
             )
             token = int(scores.argmax())
-            logprobs.append(float(logits[token] - _log_sum(logits)))
+            logprobs.append(float(logits[token] - log_sum(logits)))
             if token == self._settings.eos_token_id:
                 break
             tokens.append(token)
             step = [token]
         return tokens[known:], logprobs, queries
+
+    def _search(
+        self, logits: np.ndarray, rest: list[int], start: int, known: int, wish: Options
+    ) -> tuple[list[int], list[float], list[Queries]]:
+        """As :meth:`_attempt`, by a search over several texts."""
+        length = start + len(rest)
+        if length >= self.decoder.max_length:
+            return [], [], []
+        if rest:
+            logits = self.decoder.feed(rest, start)
+
+        def advance(tokens: list[int], sources: list[int]) -> tuple[np.ndarray, list[Queries]] | None:
+            nonlocal length
+            if length + 1 >= self.decoder.max_length:
+                return None
+            found = self.decoder.feed_beams(tokens, sources, length)
+            length += 1
+            return found, self.decoder.queries
+
+        limit, end = (lambda row, tokens: self._limit(row, tokens, wish)), self._settings.eos_token_id
+        best = search(wish.beams, logits, rest[len(rest) - known :], end, limit, advance)
+        return best.tokens[known:], best.logprobs, best.queries
+
+    def _limit(self, logits: np.ndarray, tokens: Sequence[int], wish: Options) -> None:
+        """Excludes tokens that may not follow the tokens of a text."""
+        logits[self._suppressed("suppress_tokens")] = -np.inf
+        if not tokens:
+            logits[self._suppressed("begin_suppress_tokens")] = -np.inf
+        if wish.timestamps:
+            self._limit_times(logits, tokens)
 
     def _limit_times(self, logits: np.ndarray, tokens: Sequence[int]) -> None:
         """Applies Whisper's rules for timestamps (Radford et al., section 4.5): they come in pairs except for the last, never
@@ -339,12 +367,6 @@ class Transcriber(AnyTranscriber):
         most = logits[first:].max()
         if most > -np.inf and most + np.log(np.exp(logits[first:] - most).sum()) > logits[:first].max():
             logits[:first] = -np.inf
-
-
-def _log_sum(logits: np.ndarray) -> Any:
-    """The logarithm of the sum of exp(logits)."""
-    most = logits.max()
-    return most + np.log(np.exp(logits - most).sum())
 
 
 def _complete(settings: Any, tokens: dict[str, int]) -> None:

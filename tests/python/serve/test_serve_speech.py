@@ -122,7 +122,7 @@ def test_options(client, directory):
     data = (directory / "2.wav").read_bytes()
     for fields, options in (
         ({"prompt": "Ada"}, {"prompt": "Ada"}), ({"temperature": "0.5"}, {"temperature": 0.5}),
-        ({"temperature": "0,1"}, {"temperature": (0, 1)}), ({"temperature": "", "prompt": ""}, {}),
+        ({"temperature": "0,1"}, {"temperature": (0, 1)}), ({"temperature": "", "prompt": ""}, {}), ({"beams": "3"}, {"beams": 3}),
     ):  # fmt: skip
         expected = transcriber.transcribe(directory / "2.wav", language="en", **options)
         assert json.loads(sent(client, data, **fields)[1])["text"] == expected.text
@@ -169,6 +169,10 @@ def test_refusals(client, directory):
     for temperature in ("2", "-1", "warm", "nan", "0,0,0,0,0,0,0,0,0"):
         name, message = refused(client, data, temperature=temperature)
         assert name == "temperature" and "from 0 to 1" in message
+    for beams in ("0", "9", "x", "1.5", "-1", "1" * 30):
+        name, message = refused(client, data, beams=beams)
+        assert name == "beams" and message.startswith(f"beams is {beams!r}" if beams != "9" else "beams is 9; expected 1 to 8")
+    assert refused(client, data, beams="2", temperature="0.5")[0] == "beams"
     assert refused(client, data, prompt="a <|en|> b") == ("prompt", "prompt has the special token <|en|>; expected only text")
     assert refused(client, data, prompt="a" * 10_000)[0] == "prompt"
     words = {"timestamp_granularities[]": ["word"]}

@@ -37,10 +37,10 @@ def raw(samples):
     return (samples * 32767).astype("<i2").tobytes()
 
 
-@pytest.mark.parametrize("block", [0.13, 0.5, 1.7])
-def test_the_pieces_are_the_segments(transcriber, block):
+@pytest.mark.parametrize(("block", "beams"), [(0.13, 1), (0.5, 1), (1.7, 1), (0.5, 3)])
+def test_the_pieces_are_the_segments(transcriber, block, beams):
     """What was shown is never changed, in whatever blocks the samples arrive."""
-    live = Live(transcriber, language="en", no_speech_threshold=None)
+    live = Live(transcriber, language="en", no_speech_threshold=None, beams=beams)
     pieces = []
     for begin in range(0, len(SAMPLES), int(block * SECOND)):
         live.add(SAMPLES[begin : begin + int(block * SECOND)])
@@ -53,12 +53,13 @@ def test_the_pieces_are_the_segments(transcriber, block):
     assert times == sorted(times) and times[0] >= 0 and times[-1] <= 2.6
 
 
-def test_samples_that_arrive_at_once_are_a_recording(transcriber):
+@pytest.mark.parametrize("beams", [1, 3])
+def test_samples_that_arrive_at_once_are_a_recording(transcriber, beams):
     samples = SAMPLES[:SECOND]
-    live = Live(transcriber, prompt="Ada", no_speech_threshold=None)
+    live = Live(transcriber, prompt="Ada", no_speech_threshold=None, beams=beams)
     live.add(samples)
-    expected = transcriber.transcribe(samples, prompt="Ada")
-    window = next(transcriber.windows(samples, prompt="Ada"))
+    expected = transcriber.transcribe(samples, prompt="Ada", beams=beams)
+    window = next(transcriber.windows(samples, prompt="Ada", beams=beams))
     assert window and live.end().segments[: len(window)] == window
     assert live.heard == (expected.language, expected.language_probability, 1.0)
     live.add(np.zeros(SECOND, np.float32))

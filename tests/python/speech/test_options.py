@@ -210,6 +210,7 @@ def test_plans_give_the_same(whisper, tmp_path, monkeypatch):
         {"word_timestamps": True}, {"word_timestamps": True, "timestamps": False, "language": "fi"},
         {"prompt": "Ada", "condition_on_previous_text": True, "word_timestamps": True},
         {"temperature": (0, 0.5, 1), "logprob_threshold": -0.1, "language": "en"}, {"no_speech_threshold": 0.01},
+        {"beams": 5, "word_timestamps": True, "language": "en"}, {"beams": 3, "prompt": "Ada", "timestamps": False},
     ):  # fmt: skip
         samples = SHORT[: SECOND if "timestamps" in options else None]
         assert planned.transcribe(samples, **options) == by_torch.transcribe(samples, **options)

@@ -517,9 +517,11 @@ def test_the_command(whisper, tmp_path, monkeypatch):
     assert lines.count("\n[") + 1 == len(words) and lines.startswith(f"[{words[0].start:.2f} - {words[0].end:.2f}] ")
     told = ("--prompt", "Ada", "--previous", "--temperature", "0,1", "--logprob", "0", "--no-speech", "1", "--seed", "3")
     options = {"prompt": "Ada", "condition_on_previous_text": True, "temperature": (0, 1), "logprob_threshold": 0.0, "seed": 3}
-    (recording,) = document(invoke("transcribe", whisper, files[1], *told, "--json"))["recordings"]
-    expected = transcriber.transcribe(files[1], **options)
-    assert (recording["text"], recording["language_probability"]) == (expected.text, expected.language_probability)
+    for words, chosen in ((told, options), (("--beams", "4"), {"beams": 4})):
+        (recording,) = document(invoke("transcribe", whisper, files[1], *words, "--json"))["recordings"]
+        expected = transcriber.transcribe(files[1], **chosen)
+        assert (recording["text"], recording["language_probability"]) == (expected.text, expected.language_probability)
+    assert "beams is 9; expected 1 to 8" in error(invoke("transcribe", whisper, files[0], "--beams", "9"))
     assert "expected numbers from 0 to 1, separated by commas" in error(
         invoke("transcribe", whisper, files[0], "--temperature", "x")
     )
