@@ -141,7 +141,8 @@ struct PlanRun::Implementation {
   const TensorView* shared_cache(const PlanCall& call, int64_t layer, int64_t slot) const {
     const TensorView* const first = cache(call.texts[0], layer, slot);
     for (int64_t t = 1; first != nullptr && t < call.text_count; ++t) {
-      if (cache(call.texts[t], layer, slot)->data != first->data) return nullptr;
+      const TensorView* const other = cache(call.texts[t], layer, slot);
+      if (other == nullptr || other->data != first->data) return nullptr;
     }
     return first;
   }
