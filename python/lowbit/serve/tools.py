@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..llm.stopping import overlap
 from .dialects import DECODER, DIALECTS, Functions, Reader, read_code, read_json
 from .errors import bad
-from .protocol import Chat, Grammar
+from .protocol import Chat, Grammar, check_constants
 
 if TYPE_CHECKING:
     from .model_list import LanguageModel
@@ -55,12 +55,15 @@ class Tools:
             answer: the schema of response_format.
 
         Raises:
-            ApiError: the model writes calls in a form that has no grammar here.
+            ApiError: the model writes calls in a form that has no grammar here, or a schema has constants that llguidance
+                changes.
         """
         wanted = self.forced or (self.names if answer is not None or self.strict else [])
         if not wanted:
             return None
         free = not self.forced and answer is None  # arguments of other functions may be any object
+        for each in wanted if not free else self.strict:
+            check_constants("tools", self.functions[each])
         rules = [
             f'call{number}: {json.dumps(json.dumps({"name": each["name"]})[:-1] + ", ")} "\\"arguments\\": " '
             f'%json {_spaced(_ANY if free and each["name"] not in self.strict else each.get("parameters") or _NOTHING)} "}}"'

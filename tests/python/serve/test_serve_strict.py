@@ -174,3 +174,28 @@ def test_two_functions_of_one_name_are_refused():
     with pytest.raises(ApiError, match="^tools has two functions now; expected a name of its own for each$") as refused:
         read_tools(Chat.model_validate({"messages": USER, "tools": [*TOOLS, TOOLS[1]]}))
     assert refused.value.param == "tools"
+
+
+LARGE = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    "schema", [{"const": LARGE}, {"enum": ["a", -LARGE]}, {"items": {"anyOf": [{"const": {"properties": {"a": [10**400]}}}]}}]
+)
+def test_constants_that_would_become_others_are_refused(schema):
+    """llguidance reads numbers as float64."""
+    said = r"has the constant -?[\d.]+; expected -2\^53 to 2\^53, or a string"
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"const": schema}}}
+    tools = [{"type": "function", "function": function}]
+    for more in ({}, {"tool_choice": "required"}):
+        with pytest.raises(ApiError, match=f"^tools {said}"):
+            grammar_of(model_of(HERMES), tools=tools, **more)
+    with pytest.raises(ApiError, match=f"^response_format {said}"):
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        Chat.model_validate({"messages": USER, "response_format": form}).grammar  # noqa: B018
+    function["strict"] = False
+    assert grammar_of(model_of(HERMES), tools=tools) is None
+    limits = {"properties": {"const": {"maximum": 2**63 - 1, "const": 2**53}, "enum": {"minimum": -LARGE}}}
+    assert grammar_of(
+        model_of(HERMES), tools=[{"type": "function", "function": {"name": "f", "strict": True, "parameters": limits}}]
+    )
