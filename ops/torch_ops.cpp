@@ -388,7 +388,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LOWBIT_NAMESPACE, library) {
   library.def("unpack(Tensor packed_weight) -> (Tensor codes, Tensor scales, Tensor mins, Tensor bias)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, CPU, library) {
+namespace {
+
+void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("linear", TORCH_BOX(&linear));
   library.impl("linear.out", TORCH_BOX(&Into<&linear>::run));
   library.impl("linears", TORCH_BOX(&linears));
@@ -421,3 +423,14 @@ STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, CPU, library) {
   library.impl("error_feedback", TORCH_BOX(&error_feedback));
   library.impl("unpack", TORCH_BOX(&unpack));
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, CPU, library) { implement(library); }
+// Tensors that view_of() refuses by name; the dispatcher's error would not say what is wrong.
+STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, SparseCPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, SparseCsrCPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, MkldnnCPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, QuantizedCPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, NestedTensorCPU, library) { implement(library); }
+STABLE_TORCH_LIBRARY_IMPL(LOWBIT_NAMESPACE, AutogradNestedTensor, library) { implement(library); }

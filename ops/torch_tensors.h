@@ -34,21 +34,45 @@ inline void raise_unless_ok(const Status& status) {
 
 inline TensorView view_of(const char* name, const torch::stable::Tensor& tensor) {
   TensorView view;
+  int32_t layout;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  if (layout != aoti_torch_layout_strided()) {
+    raise_unless_ok(Status::error("%s is sparse, or has another layout than torch.strided; expected a dense tensor", name));
+  }
   const int64_t ndim = tensor.dim();
   if (ndim > kMaxDims) {
     raise_unless_ok(Status::error("%s has %d dimensions; expected at most %d", name, static_cast<int>(ndim), kMaxDims));
   }
   view.shape.ndim = static_cast<int>(ndim);
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
+  int64_t *sizes, *strides;
+  if (aoti_torch_get_sizes(tensor.get(), &sizes) != AOTI_TORCH_SUCCESS ||
+      aoti_torch_get_strides(tensor.get(), &strides) != AOTI_TORCH_SUCCESS) {
+    raise_unless_ok(Status::error("%s is nested, or has symbolic sizes; expected a dense tensor", name));
+  }
+  bool empty = false;
+  int64_t last = 0;  // element
   for (int d = 0; d < view.shape.ndim; ++d) {
     view.shape.size[d] = sizes[d];
     view.stride[d] = strides[d];
+    empty = empty || sizes[d] == 0;
+    last += (sizes[d] - 1) * strides[d];  // torch has checked that this does not overflow
   }
-  view.type = element_type_of(tensor.scalar_type());
+  try {
+    view.type = element_type_of(tensor.scalar_type());
+  } catch (const std::exception&) {  // the stable ABI has no such type
+    raise_unless_ok(Status::error("%s is quantized by torch; expected a tensor of numbers", name));
+  }
   view.on_cpu = tensor.is_cpu();
   // The memory is only read, except that of outputs from allocate().
   view.data = const_cast<void*>(tensor.const_data_ptr());
+  // A storage that was made smaller, as by untyped_storage().resize_().
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  const int64_t needed = (tensor.storage_offset() + last + 1) * static_cast<int64_t>(tensor.element_size());
+  if (view.on_cpu && !empty && view.data != nullptr && needed > bytes) {
+    raise_unless_ok(Status::error("%s has shape %s, which needs %" PRId64 " bytes, and a storage of %" PRId64, name,
+                                  describe(view.shape).text, needed, bytes));
+  }
   return view;
 }
 

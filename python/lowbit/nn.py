@@ -89,6 +89,10 @@ class Linear(_Product):
             check_input_order(input_order, self.info.in_features)
         self.register_buffer("input_order", input_order)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._buffers.setdefault("input_order", None)  # earlier versions had no permutations
+
     @classmethod
     def from_float(cls, linear: torch.nn.Linear, config: LinearConfig) -> Linear:
         """Quantizes a float layer by round-to-nearest.
@@ -183,7 +187,7 @@ class Conv(_Product):
 
         Raises:
             TypeError, ValueError: a config of the wrong type, a convolution that cannot be packed, or weights that are not
-                finite or not on the CPU.
+                finite, not on the CPU, or computed by a hook.
         """
         if not isinstance(conv, CLASSES):
             raise TypeError(f"expected a torch.nn.Conv1d, Conv2d or Conv3d; found {type(conv).__name__}")
@@ -192,6 +196,7 @@ class Conv(_Product):
         window = window_of(conv)
         if window is None:
             raise ValueError(f"it is {why_float(conv)}, which lowbit does not pack")
+        refuse_hooked_weights(conv)
         packed = in_huge_pages(quantize_tensor(conv.weight.flatten(1), config, bias=conv.bias))
         layer = cls(packed, window, dtype_of(conv))
         take_place(layer, conv)
@@ -238,6 +243,8 @@ class Embedding(Packed):
     Input [...] int32 or int64; output [..., embedding_dim] in the module's dtype, which ``module.to(dtype)`` changes. If it
     replaces a table of transformers that scales or normalizes its rows, it does so too, but ``weight`` holds the raw rows.
     """
+
+    _table = Table()  # in pickles of earlier versions, which packed no other tables
 
     def __init__(
         self,

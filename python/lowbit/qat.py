@@ -20,6 +20,7 @@ from .layers.convolutions import window_of
 from .layers.embedding_layers import table_of
 from .layers.packable import (
     as_linear,
+    check_floats,
     check_layers,
     is_transposed,
     layer_at,
@@ -28,13 +29,15 @@ from .layers.packable import (
     replace_layers,
 )
 from .layers.prepared import Embedding, Linear, PreparedLayer, fake_quantize_activations, stored
-from .layers.replacing import Prepared
+from .layers.replacing import Prepared, class_of
 from .nn import Packed
 from .packed.rounding import EmbeddingConfig, LinearConfig
 from .quantizing.quantize_model import choose_layers, described_to_transformers
 
 
 def _trained_class(name: str, module: torch.nn.Module) -> type[PreparedLayer]:
+    if class_of(module) is not type(module):
+        raise ValueError(f"{name} has a parametrization, which lowbit.qat cannot train; give it the config None, or remove it")
     if table_of(module) is not None:
         return Embedding
     if window_of(module) is not None:
@@ -133,6 +136,7 @@ def convert_(model: torch.nn.Module) -> torch.nn.Module:
         for values, what in zip(module.grid(), ("weight_scale", "weight_min"), strict=True):
             if values is not None and not bool(torch.isfinite(values).all()):
                 raise ValueError(f"{name}.{what} has NaN or infinite values; expected finite values")
+    check_floats(model, selected)
     check_layers({name: layer_at(model, name) for name in selected}, selected)
     with described_to_transformers(model):
         replace_layers(model, selected)

@@ -27,7 +27,7 @@ from .grid import MatrixConfig
 from .learning import put_weights
 from .packing import Kept, Packer, by_name
 from .result import METHODS, Calibration
-from .selection import check_experts, check_weights, lists_of_blocks, select, unquantized
+from .selection import check, lists_of_blocks, select, unquantized
 from .tables import moments_of_tables
 
 _LOG = logging.getLogger(__name__)
@@ -58,8 +58,7 @@ def run(
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise TypeError(f"model is a {type(model).__name__}; expected a model of transformers")
     selected, experts, rounded = select(model, config)
-    check_weights(model, selected | rounded)
-    check_experts(model, experts)
+    check(model, selected | rounded | experts)
     inputs, text_tokens = batches(model, data, tokenizer, window, max_tokens)
     sample, report, settings = Sample(inputs), _Progress(progress), dict(options or {})
     if not getattr(model, "can_generate", lambda: False)():

@@ -10,8 +10,8 @@ import torch
 from .. import nn
 from ..layers.convolutions import why_float
 from ..layers.expert_stacks import Experts
-from ..layers.packable import as_linear, check_layers, kind_of, layer_at, named_layers
-from ..packed.rounding import ConvConfig, LinearConfig, check_layer
+from ..layers.packable import as_linear, check_floats, check_layers, kind_of, layer_at, named_layers
+from ..packed.rounding import ConvConfig, LinearConfig
 from ..quantizing.quantize_model import select_layers
 from .grid import MatrixConfig
 
@@ -38,31 +38,10 @@ def select(model: torch.nn.Module, config: Any) -> tuple[Configs, Configs, Confi
     )
 
 
-def check_experts(model: torch.nn.Module, selected: Mapping[str, MatrixConfig]) -> None:
-    """Checks the weights of tensors of experts, as :func:`check_layers`."""
-    layers = {name: layer for name, layer in named_layers(model) if name in selected}
-    check_layers(layers, {name: selected[name] for name in layers})
-
-
-def check_weights(model: torch.nn.Module, selected: Mapping[str, MatrixConfig]) -> None:
-    """Checks dtypes, values and shared weights of the selected modules.
-
-    Raises:
-        TypeError, ValueError: a weight cannot be quantized, or a shared weight has two configs.
-    """
-    configs: dict[int, tuple[str, MatrixConfig]] = {}
-    for name, config in selected.items():
-        layer = layer_at(model, name)
-        weight = layer.weight
-        if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise TypeError(f"{name}.weight has dtype {weight.dtype}; expected torch.float32, torch.bfloat16 or torch.float16")
-        check_layer(weight, getattr(layer, "bias", None), config, f"{name}.")
-        first, other = configs.setdefault(id(weight), (name, config))
-        if vars(other) != vars(config):
-            raise ValueError(
-                f"{first} and {name} share one weight but have different configs, {other} and {config}; give both the "
-                "same, or None to one of them"
-            )
+def check(model: torch.nn.Module, selected: Mapping[str, Any]) -> None:
+    """Checks the weights of selected layers and experts (:func:`check_layers`), and the tensors that stay float."""
+    check_floats(model, selected)
+    check_layers({name: layer_at(model, name) for name in selected}, selected)
 
 
 def unquantized(model: torch.nn.Module) -> dict[str, str]:

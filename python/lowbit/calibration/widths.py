@@ -24,7 +24,7 @@ from .data import Inputs, mask_of, rows_in_parts, tokens_of
 from .expert_inputs import mean_squares
 from .grid import MatrixConfig, with_table
 from .importance import search
-from .selection import check_experts, check_weights, select
+from .selection import check, select
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -80,8 +80,7 @@ def options_of(model: torch.nn.Module, config: LowBitConfig, alternatives: Colle
     if config.levels not in (None, FIT):
         raise ValueError(f"levels are {config.levels!r}; expected {FIT!r} or none, where each layer has a width of its own")
     selected, experts, _ = select(model, config)
-    check_weights(model, selected)
-    check_experts(model, experts)
+    check(model, selected | experts)
     pinned = pinned_by(config, selected | experts)
     layers = {name: layer_at(model, name) for name in (*selected, *experts)}
     shared = names_by_weight({name: layers[name] for name in selected})

@@ -63,7 +63,9 @@ def evaluate(
     judging: _Answers,
     quantizing: _Widths,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens that the model sees at once.")] = 512,
-    stride: Annotated[int, typer.Option("--stride", min=1, help="New tokens per window.")] = 256,
+    stride: Annotated[
+        int | None, typer.Option("--stride", min=1, help="New tokens per window.", show_default="half the window")
+    ] = None,
     cache: options.Cache = None,
     reference: Annotated[
         Path | None,
@@ -79,7 +81,7 @@ def evaluate(
 ) -> None:
     """Perplexity of a text and divergence from a reference, or answers and tasks, for the checkpoint and at other widths."""
     from ..llm.loading import is_packed, load_tokenizer
-    from ..llm.perplexity import perplexity
+    from ..llm.perplexity import perplexity, stride_of
     from ..tools.divergence import compare
     from ..tools.model_speed import stored_bytes
 
@@ -95,6 +97,7 @@ def evaluate(
     widths = [] if quantizing.bits is None else options.parse_widths(quantizing.bits)
     if not widths:
         options.refuse_unused("without --bits", *options.HOW)
+    stride = stride_of(window, stride)
     configs = [None, *map(quantizing.config_at, widths)]
     set_threads(threads)
     if is_packed(model) and widths:

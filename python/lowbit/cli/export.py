@@ -9,10 +9,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..files.replace import refuse_other_file
 from ..machine.facts import cpp_compiler
 from . import options
 from .models import load, positions, set_threads
 from .output import Output, size, table
+
+# What each kind of file from lowbit has: a plan its first bytes, a program the names of lowbit's operators or backend, and a
+# GGUF file a key.
+_MARKS = {"plan": b"lowbit plan", "pte": b"lowbit", "pt2": b"lowbit", "gguf": b"lowbit.version"}
 
 
 def export(
@@ -50,6 +55,7 @@ def export(
         raise ValueError(f"--output is {str(file)!r}; expected a name that ends in .{to}")
     if not file.absolute().parent.is_dir():
         raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
+    refuse_other_file(file, _MARKS[to], f"a .{to} file")
     document: dict[str, Any] = {"model": str(model), "output": str(file), "to": to}
     if to == "plan":
         _check_plan(model, file, quantizing)

@@ -17,6 +17,7 @@ from typing import Any
 from .. import _C
 from ..files.plan_facts import TOKENS as TOKENS
 from ..files.replace import replacing, sync
+from ..files.tokenizer_json import check_numbers
 from .chat_pieces import chat_head, conversations
 from .token_patterns import NONE, Unsupported
 from .token_steps import Tables, decoders, letters, normalizers, pre_tokenizers, rust_spaces
@@ -50,7 +51,9 @@ def token_bytes(backend: Any, settings: TextSettings) -> bytes:
 
     Raises:
         Unsupported: programs without Python do not run this tokenizer.
+        ValueError: two of its tokens have one number (:func:`check_numbers`).
     """
+    check_numbers(backend.get_vocab(with_added_tokens=False), ())  # to_str() keeps one of such tokens
     content = json.loads(backend.to_str())
     size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if size == 0:
@@ -96,8 +99,8 @@ def _model(model: dict[str, Any], tables: Tables) -> tuple[list[int], list[int],
         raise Unsupported(f"the tokenizer has a model {kind!r}")
     if model.get("dropout"):
         raise Unsupported("the tokenizer drops merges at random")
-    if not len(set(vocabulary.values())) == len(vocabulary) == len(model["vocab"]):
-        raise Unsupported("the tokenizer has two tokens of the same number or text")
+    if len(vocabulary) != len(model["vocab"]):
+        raise Unsupported("the tokenizer has two tokens of the same text")
     order = [number for _, number in sorted((text.encode(), number) for text, number in vocabulary.items())]
     unknown = model.get("unk_id") if kind == "Unigram" else vocabulary.get(model.get("unk_token") or "")
     prefix, suffix = model.get("continuing_subword_prefix") or "", model.get("end_of_word_suffix") or ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import secrets
 import shutil
@@ -212,6 +213,22 @@ def resolve_new_directory(path: str | os.PathLike[str]) -> Path:
     if not target.parent.is_dir():
         raise NotADirectoryError(f"{target.parent} is not a directory; make it first")
     return target
+
+
+def refuse_other_file(path: Path, mark: bytes, what: str) -> None:
+    """Refuses to replace a file that lowbit has not written.
+
+    Args:
+        mark: bytes that every file of this kind from lowbit has.
+        what: the kind of file, for example "a report".
+
+    Raises:
+        FileExistsError: the file is not empty, and lacks the mark.
+    """
+    if path.is_file() and path.stat().st_size:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(mark) < 0:
+                raise FileExistsError(f"{path} exists and is not {what} of lowbit; choose another name, or delete it")
 
 
 @contextmanager

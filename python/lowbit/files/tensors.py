@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..packed.rounding import refuse_nan
 from .io import read_bytes, read_row_bytes
 from .safetensors import Stored
 
@@ -26,9 +27,9 @@ def chunks(stored: Stored) -> Iterator[Tensor]:
 
 
 def check_numbers(name: str, dtype: str, data: Tensor) -> None:
-    """Raises ValueError if some bytes of a tensor of a safetensors dtype hold a NaN. Some models store infinite limits."""
-    if dtype in DTYPES and bool(data.view(DTYPES[dtype]).isnan().any()):
-        raise ValueError(f"{name} has NaN values; expected numbers: the file is damaged, or its training has failed")
+    """As :func:`refuse_nan`, for some bytes of a tensor of a safetensors dtype."""
+    if dtype in DTYPES:
+        refuse_nan(name, data.view(DTYPES[dtype]))
 
 
 def same_bytes(first: Stored, second: Stored) -> bool:

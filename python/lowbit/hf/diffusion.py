@@ -26,7 +26,7 @@ except ImportError as error:
     raise ImportError(why_not("diffusers", error, "pip install diffusers accelerate")) from error
 
 from ..files.safetensors import orders_of, packed_info, read_files
-from ..layers.packable import kind_of, named_layers, put_packed, replace_layers, warn_of_floats
+from ..layers.packable import check_floats, kind_of, named_layers, put_packed, replace_layers, warn_of_floats
 from ..transformers import METHOD, LowBitConfig
 from .placing import PACKED, OnCpu, verify
 
@@ -93,6 +93,7 @@ class LowBitDiffusersQuantizer(OnCpu, DiffusersQuantizer):
         selected, left = self.quantization_config.choose(model)
         if not selected:
             raise ValueError(f"quantization_config selects no layer of {type(model).__name__}")
+        check_floats(model, selected)
         warn_of_floats(model, selected, set(), left, stacklevel=3)
         replace_layers(model, selected)
         return model

@@ -30,7 +30,17 @@ from ..files.safetensors import (
 )
 from ..files.untrusted import read_json
 from ..layers.expert_stacks import Experts
-from ..layers.packable import kind_of, layer_at, named_layers, oriented, pack_layer, put_packed, replace_layers, warn_of_floats
+from ..layers.packable import (
+    check_floats,
+    kind_of,
+    layer_at,
+    named_layers,
+    oriented,
+    pack_layer,
+    put_packed,
+    replace_layers,
+    warn_of_floats,
+)
 from ..machine.memory import in_huge_pages
 from ..packed.header import PackedInfo
 from ..packed.rounding import ConvConfig, EmbeddingConfig, LinearConfig
@@ -307,6 +317,7 @@ class LowBitQuantizer(OnCpu, HfQuantizer):
                 name: config for name, config in load.selected.items()
                 if name in load.loaded | load.tied and kind_of(layers[name]) is not None
             }  # fmt: skip
+            check_floats(model, waiting)
             if waiting:
                 replace_layers(model, waiting)
         tie_packed(model, load.ties)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .replacing import class_of
+
 CLASSES = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)  # not their subclasses, which may use the weight differently
 _TRANSPOSED = (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)
 # The largest 1-dimensional kernel that is packed: im2col copies each input value kernel / stride times.
@@ -68,9 +70,9 @@ def why_float(layer: object) -> str | None:
         return "a transposed convolution"
     if not isinstance(layer, CLASSES):
         return None
-    if type(layer) not in CLASSES:
+    if class_of(layer) not in CLASSES:
         return f"a {type(layer).__name__}, which may use its weight in its own way"
-    if "weight" not in layer._parameters:
+    if isinstance(layer.__dict__.get("weight"), Tensor):
         return "a convolution whose weight a hook computes before each call"
     kernel, padding = tuple(layer.kernel_size), _padding(layer)
     taps = math.prod(kernel)

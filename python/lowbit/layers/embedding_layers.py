@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .replacing import class_name, class_of
+
 NORM = "embed_norm"  # attribute of a table: the norm of its rows
 _SCALE = "embed_scale"  # attribute of a table: the scale of its rows, a number or a buffer
 _NUMBER = "scalar_embed_scale"  # attribute of a table whose embed_scale is a buffer: the same scale as a Python number
@@ -79,14 +81,14 @@ class Table:
 
 def table_of(layer: object) -> Table | None:
     """What follows a lookup in a float table; None if the layer is not an embedding table of a known class."""
-    if type(layer) is torch.nn.Embedding:
+    if class_of(layer) is torch.nn.Embedding:
         return Table()
     if not isinstance(layer, torch.nn.Embedding):
         return None
     known = getattr(layer, "_table", None)  # set by lowbit.qat
     if isinstance(known, Table):
         return known
-    name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+    name = class_name(layer)
     if name in _NORMED_CLASSES:
         return Table(normed=True)
     if name in _SCALED_CLASSES | _ROUNDED_CLASSES:

@@ -36,14 +36,20 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.untyped_storage()._cdata, tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
+def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return tensor if is_parameter else torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
+
+
 def _linear(layer: Any, weight: torch.Tensor) -> torch.nn.Linear:
     """A torch.nn.Linear with this weight and the layer's hooks and mode."""
     with torch.device("meta"):
         linear = torch.nn.Linear(1, 1)
     linear.out_features, linear.in_features = weight.shape
-    is_parameter = isinstance(weight, torch.nn.Parameter)
-    linear.weight = weight if is_parameter else torch.nn.Parameter(weight.detach(), weight.requires_grad)
-    linear.bias = layer.bias
+    linear.weight, linear.bias = _parameter(weight), None if layer.bias is None else _parameter(layer.bias)
+    for name in ("weight", "bias"):
+        if isinstance(layer.__dict__.get(name), torch.Tensor):  # a hook computes it, which refuse_hooked_weights() finds
+            linear.__dict__[name] = linear._parameters.pop(name)
     take_place(linear, layer)
     return linear
 

@@ -13,12 +13,12 @@ import torch
 from .. import nn
 from ..machine.memory import in_huge_pages
 from ..packed.header import PackedInfo
-from ..packed.rounding import Config, ConvConfig, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor
+from ..packed.rounding import Config, ConvConfig, EmbeddingConfig, LinearConfig, check_layer, quantize_tensor, refuse_nan
 from .convolutions import why_float
 from .embedding_layers import table_of
 from .expert_stacks import Experts, experts_of
 from .linear_forms import TRANSPOSED, equivalent_linear, flatten
-from .replacing import Prepared, refuse_hooked_weights
+from .replacing import Prepared, class_of, refuse_hooked_weights
 
 Layer: TypeAlias = torch.nn.Module | Experts
 
@@ -26,7 +26,7 @@ Layer: TypeAlias = torch.nn.Module | Experts
 def kind_of(layer: Layer | None) -> type[LinearConfig | EmbeddingConfig | ConvConfig] | None:
     """The config class for a float layer from :func:`named_layers`; None if it cannot be packed."""
     # Exact types: a subclass may use its weight differently, as the output projection of nn.MultiheadAttention does.
-    if isinstance(layer, Experts) or type(layer) is torch.nn.Linear:
+    if isinstance(layer, Experts) or class_of(layer) is torch.nn.Linear:
         return ConvConfig if hasattr(layer, nn.WINDOW) else LinearConfig
     return EmbeddingConfig if table_of(layer) is not None else None
 
@@ -168,7 +168,8 @@ def warn_of_floats(
     seen: set[int] = set()
     tied = getattr(model, "all_tied_weights_keys", {})  # transformers ties them only after loading
     # Selected layers come first: a matrix with several names is packed if one of its layers is.
-    for name, module in sorted(model.named_modules(), key=lambda pair: pair[0] not in selected):
+    for path, module in sorted(model.named_modules(), key=lambda pair: pair[0] not in selected):
+        name = path.partition(".parametrizations.")[0]  # the layer whose weight is computed from these tensors
         for leaf, parameter in module.named_parameters(recurse=False):
             if parameter.dim() < 2 or id(parameter) in seen or f"{name}.{leaf}" in tied:
                 continue
@@ -251,6 +252,21 @@ def check_weights(name: str, layer: Layer, config: Config) -> None:
         return
     for number, matrix in enumerate(weight):
         check_layer(matrix, None if bias is None else bias[number], config, f"expert {number} of {name}: ")
+
+
+def check_floats(model: torch.nn.Module, packed: Collection[str]) -> None:
+    """Raises ValueError for a float tensor with NaN values. As in checkpoints, buffers that are not stored may have some.
+
+    Args:
+        packed: layers and experts that :func:`check_layers` checks.
+    """
+    for path, module in model.named_modules():
+        stored = [leaf for leaf in module._buffers if leaf not in module._non_persistent_buffers_set]
+        for leaf in () if path in packed else (*module._parameters, *stored):
+            name = f"{path}.{leaf}" if path else leaf
+            tensor = getattr(module, leaf)
+            if name not in packed and type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta:
+                refuse_nan(name, tensor.detach())
 
 
 def check_layers(modules: Mapping[str, Layer], selected: Mapping[str, Config]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,31 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE = "weight_shape"  # key in the metadata that torch keeps for each module of a state dict
 
 
+@dataclass
+class _Seen:
+    """Which packed weight a header was read from: its id and version. By default none."""
+
+    identity: int = 0
+    version: int | None = None
+
+
+class _Parameters(dict[str, Any]):
+    """The parameters of a packed layer, where torch.nn.utils.weight_norm and spectral_norm look for its weight."""
+
+    def __missing__(self, name: str) -> Any:
+        raise _fixed(name) if name in ("weight", "bias") else KeyError(name)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        super().__delitem__(name)
+
+
+def _fixed(name: str) -> ValueError:
+    return ValueError(
+        f"a packed layer cannot be pruned or normalized: its {name} is fixed; change the float model, and quantize that"
+    )
+
+
 class Packed(torch.nn.Module):
     """A module whose weight is one packed buffer, ``packed_weight`` (uint8)."""
 
@@ -30,6 +56,7 @@ class Packed(torch.nn.Module):
         if dtype not in _DTYPES:
             raise ValueError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16, torch.float16 or torch.float64")
         super().__init__()
+        self._parameters = _Parameters()
         self._dtype = dtype  # not a buffer, which would be in every exported program
         if isinstance(packed_weight, PackedInfo):
             self._info = packed_weight
@@ -40,10 +67,15 @@ class Packed(torch.nn.Module):
         self.register_buffer("packed_weight", packed_weight)
         self._seen = _state_of(packed_weight)
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self) | {"_parameters": dict(self._parameters)}
+        del state["_seen"]  # an id of this process
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "info" in state:  # pickled by an earlier version, in which it was an attribute
-            state = {name: value for name, value in state.items() if name != "info"} | {"_info": state["info"], "_seen": None}
-        super().__setstate__(state)
+            state = {name: value for name, value in state.items() if name != "info"} | {"_info": state["info"]}
+        super().__setstate__(state | {"_seen": _Seen(), "_parameters": _Parameters(state["_parameters"])})
 
     @property
     def info(self) -> PackedInfo:
@@ -105,7 +137,7 @@ class Packed(torch.nn.Module):
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         if isinstance(param, ComputedTensor):  # by torch.nn.utils.prune
-            raise ValueError("a packed layer cannot be pruned: its weight is fixed; prune the float model, and quantize that")
+            raise _fixed(name.removesuffix("_orig"))
         super().register_parameter(name, param)
 
     def requires_grad_(self, requires_grad: bool = True) -> Packed:
@@ -207,9 +239,9 @@ class Packed(torch.nn.Module):
             self._describe(self.packed_weight)
 
 
-def _state_of(packed_weight: Tensor) -> tuple[int, int | None]:
+def _state_of(packed_weight: Tensor) -> _Seen:
     """A value that changes when the tensor is replaced or changed in place."""
-    return id(packed_weight), None if packed_weight.is_inference() else packed_weight._version
+    return _Seen(id(packed_weight), None if packed_weight.is_inference() else packed_weight._version)
 
 
 def dequantized_rows(indices: Tensor, packed_weight: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:

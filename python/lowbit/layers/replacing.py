@@ -6,6 +6,7 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .packed_module import Packed
 
@@ -19,9 +20,16 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def class_name(module: torch.nn.Module) -> str:
-    """The qualified name of a module's class."""
-    return f"{type(module).__module__}.{type(module).__qualname__}"
+def class_of(module: object) -> type:
+    """The class of a module; if a parametrization computes its weight, the class that it had before."""
+    kind: type = type_before_parametrizations(module)
+    return kind
+
+
+def class_name(module: object) -> str:
+    """The qualified name of :func:`class_of`."""
+    kind = class_of(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class Prepared:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Types of the KV cache: one type for keys and values, or the type of keys, then that of values.
 CACHES = ("float32", "bfloat16", "float16", "int8", "int8,int4", "int4")
+# The attributes of pickled caches.
+_PICKLED = frozenset({"layers", "cache_type", "length", "tokens", "_windows", "_model", "_key_of", "_key", "_planned"})
 
 
 class Caches:
@@ -51,6 +53,12 @@ class Caches:
             raise TypeError("the model of these caches no longer exists; expected to pickle them while it does")
         key = self._key if model is None else self._key_of(model)
         return vars(self) | {"_model": None, "_key_of": None, "_planned": None, "_key": key}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.keys() != _PICKLED:
+            differ = ", ".join(sorted(state.keys() ^ _PICKLED))
+            raise ValueError(f"these caches are of another version of lowbit (they differ in {differ}); compute them again")
+        vars(self).update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Caches:
         try:

@@ -120,7 +120,7 @@ def _code_of(value: Callable[..., Any]) -> str:
 def _attributes(module: torch.nn.Module) -> Iterator[str]:
     """A module's attributes except tensors and modules: numbers and strings by value, code by name, other objects by class."""
     for name, value in sorted(vars(module).items()):
-        if name in ("_parameters", "_buffers", "_modules", "_seen"):  # the last: which tensor a packed layer's header is of
+        if name in ("_parameters", "_buffers", "_modules"):
             continue
         if "hooks" in name and isinstance(value, dict):
             for hook in value.values():

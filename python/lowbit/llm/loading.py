@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _C
 from ..files.config_json import CONFIG, SPEECH_TYPES, quantization_method, read_config
+from ..files.tokenizer_json import check_tokenizer
 from ..files.untrusted import interpreting, read_json
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def load_speech_processor(path: str | os.PathLike[str]) -> Any:
         OSError, ValueError: files are missing or damaged.
     """
     transformers = import_module("transformers")
+    check_tokenizer(Path(path))
     options = {"local_files_only": True, "trust_remote_code": False}
     with interpreting(f"the processor in {path} does not load"):
         if read_config(Path(path)).get("model_type") == "whisper":
@@ -233,6 +235,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         raise NotADirectoryError(f"{directory} is not a directory; expected one with tokenizer.json")
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         raise FileNotFoundError(f"{directory} has no tokenizer.json; copy the files of its tokenizer there")
+    check_tokenizer(directory)
     with counting(None), interpreting(f"the tokenizer in {directory} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if not getattr(tokenizer, "is_fast", False):

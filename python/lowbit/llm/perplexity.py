@@ -46,7 +46,7 @@ def perplexity(
     tokens: Sequence[int],
     *,
     window: int = 512,
-    stride: int = 256,
+    stride: int | None = None,
     cache: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
@@ -60,7 +60,7 @@ def perplexity(
         model: a causal language model of transformers, quantized or not, in eval mode.
         tokens: ids of the text, at least two.
         window: tokens per call of the model; from 2 to the model's number of positions.
-        stride: 1 to window - 1; window / 2 is usual. Smaller strides give every token more context and take longer.
+        stride: 1 to window - 1; None: half the window. Smaller strides give every token more context and take longer.
         cache: evaluate with a :class:`Decoder` and a KV cache of this type; None: with the model's own attention, without a
             cache.
         progress: called as ``progress(tokens predicted, tokens to predict)`` after each window.
@@ -72,7 +72,7 @@ def perplexity(
     """
     if cache is None:  # a decoder makes this check itself
         check_causal(model)
-    with closing(predictions(model, tokens, window, stride, cache, progress)) as windows:
+    with closing(predictions(model, tokens, window, stride_of(window, stride), cache, progress)) as windows:
         nats = sum(torch.nn.functional.cross_entropy(logits, expected, reduction="sum").item() for logits, expected in windows)
     return Perplexity(len(tokens) - 1, nats)
 
@@ -85,6 +85,11 @@ def check_causal(model: torch.nn.Module) -> None:
         reason = str(error)
     if reason is not None:
         raise ValueError(f"{type(model).__name__} (model_type {model.config.model_type}) predicts no text: {reason}")
+
+
+def stride_of(window: int, stride: int | None) -> int:
+    """A stride; None: half the window."""
+    return window // 2 if stride is None else stride
 
 
 def windows_of(length: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:

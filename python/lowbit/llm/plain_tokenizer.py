@@ -12,11 +12,12 @@ from typing import Any
 
 from .. import _C
 from ..files.plan_facts import PLAN, TOKENS
-from ..files.untrusted import interpreting, read_json
+from ..files.tokenizer_json import TOKENIZER, load_backend
+from ..files.untrusted import read_json
 from .loading import TextStream
 from .templates import chat_template, render
 
-TOKENIZER, TEMPLATE, _CONFIG = "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,7 @@ class PlainTokenizer:
     @cached_property
     def backend_tokenizer(self) -> Any:
         """The tokenizer of the library."""
-        from tokenizers import Tokenizer
-
-        content = (Path(self.name_or_path) / TOKENIZER).read_bytes()
-        with interpreting(f"the tokenizer in {self.name_or_path} does not load"):
-            backend = Tokenizer.from_buffer(content)
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
+        return load_backend(Path(self.name_or_path))
 
     @property
     def chat_template(self) -> Any:

@@ -17,6 +17,7 @@ from .rotation import block_of, rotate, rotate_weight
 
 # Above this, the range of a group or its scale could overflow float32.
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
         raise TypeError(f"{name} is a {type(values).__name__}; expected a plain tensor of floating-point values")
     if values.layout is not torch.strided:
         raise TypeError(f"{name} has the layout {values.layout}; expected torch.strided (to_dense())")
-    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    if values.dtype not in _FLOATS:
         raise TypeError(f"{name} has dtype {values.dtype}; expected float32, bfloat16, float16 or float64")
     if values.device.type != "cpu":
         raise ValueError(f"{name} is on {values.device}; expected the CPU")
@@ -138,6 +139,13 @@ def _check_values(values: Tensor, name: str, shape: tuple[int, ...]) -> None:
             raise ValueError(f"{name} has {bad} NaN or infinite values; expected finite values")
     if max(-low, high) > _LARGEST_WEIGHT:
         raise ValueError(f"{name} reaches from {low:g} to {high:g}; expected magnitudes up to {_LARGEST_WEIGHT:g}")
+
+
+def refuse_nan(name: str, values: Tensor) -> None:
+    """Raises ValueError for a NaN in a tensor that stays float. Some models store infinite limits."""
+    plain = values.layout is torch.strided and values.dtype in _FLOATS and values.numel()
+    if plain and bool(values.max().isnan()):  # the maximum of values with a NaN is NaN
+        raise ValueError(f"{name} has NaN values; expected numbers: the model is damaged, or its training has failed")
 
 
 def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str = "") -> None:

@@ -14,6 +14,7 @@ from .. import nn
 from ..layers.convolutions import CLASSES
 from ..layers.expert_stacks import Experts
 from ..layers.packable import (
+    check_floats,
     check_whole_experts,
     float_convolutions,
     kind_of,
@@ -24,6 +25,7 @@ from ..layers.packable import (
     warn_of_floats,
 )
 from ..layers.patterns import Patterns
+from ..layers.replacing import class_of
 from ..machine.sizes import size
 from ..packed.rounding import Config, ConvConfig, EmbeddingConfig, LinearConfig
 
@@ -102,9 +104,9 @@ def choose_layers(
     """Like :func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    if type(model) in (torch.nn.Linear, torch.nn.Embedding, *CLASSES):
-        name = type(model).__name__
-        form = "Conv" if type(model) in CLASSES else name
+    if class_of(model) in (torch.nn.Linear, torch.nn.Embedding, *CLASSES):
+        name = class_of(model).__name__
+        form = "Conv" if class_of(model) in CLASSES else name
         raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{form}.from_float(model, config)")
     refuse_prepared(model)
     for name, parameter in model.named_parameters():
@@ -114,6 +116,7 @@ def choose_layers(
     if not selected:
         raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model, and no convolution")
     _refuse_adapters(model, selected)
+    check_floats(model, selected)
 
     kinds = {name: kind_of(layer) for name, layer in named_layers(model) if experts or not isinstance(layer, Experts)}
     entries = list(config.items()) if isinstance(config, Mapping) else [("*", config)]
@@ -189,7 +192,8 @@ def quantize_(
     Args:
         model: has layers at any depth. Packed are ``torch.nn.Linear``, ``torch.nn.Embedding``; transformers' ``Conv1D``,
             ``FalconLinear``, tables that scale or normalize their rows (Gemma, BART), and parameters with the weights of all
-            experts, named after the parameter (``"*.experts.down_proj"``). Other subclasses stay float. Convolutions are
+            experts, named after the parameter (``"*.experts.down_proj"``). Other subclasses stay float. A weight that a
+            parametrization computes (torch.nn.utils.parametrizations) is packed as computed. Convolutions are
             packed if their kernel is 1, if kernel and stride are equal and there is no padding (patches), or, in one
             dimension, if the kernel is at most 4. Grouped (depthwise), dilated and transposed convolutions and those with
             fewer than 16 inputs stay float.
@@ -213,7 +217,8 @@ def quantize_(
 
     Raises:
         TypeError, ValueError: a wrong config, nothing to quantize, an adapter of peft, weights that are not finite or not
-            on the CPU, or different configs for layers that share a weight. The model is then unchanged.
+            on the CPU, NaN in a tensor that stays float, or different configs for layers that share a weight. The model is
+            then unchanged.
     """
     selected = choose_layers(model, config, filter_fn, experts=True)
     with described_to_transformers(model):

@@ -75,14 +75,19 @@ def _tagged(head: str, key: str, close: str, end: str) -> Reader:
     def read(text: str, at: int, functions: Functions) -> Iterator[tuple[Any, int]]:
         while (found := begin.match(text, at)) is not None:
             at, arguments = found.end(), {}
-            properties = functions.get(found[1], {}).get("properties")
+            root = functions.get(found[1], {})
+            properties = root.get("properties")
+            kinds: dict[str, set[str] | None] = {}
             while (tag := before.match(text, at)) is not None:
                 stop = text.index(close, tag.end())
                 schema = properties.get(tag[1]) if isinstance(properties, dict) else None
                 value, at = text[tag.end() : stop], stop + len(close)
+                schema = schema if isinstance(schema, dict) else {}
                 if tag.lastindex == 2:
                     schema = {"type": "string"} if tag[2] == "true" else {}
-                arguments[tag[1]] = _typed(value, schema if isinstance(schema, dict) else {})
+                if tag[1] not in kinds:
+                    kinds[tag[1]] = _Kinds(root).of(schema)
+                arguments[tag[1]] = _typed(value, schema, kinds[tag[1]])
             last = ended.match(text, at)
             if last is None:
                 raise ValueError("a call has no end")
@@ -92,27 +97,68 @@ def _tagged(head: str, key: str, close: str, end: str) -> Reader:
     return read
 
 
-def _kinds(schema: dict[str, Any]) -> list[Any]:
-    kinds = schema.get("type", [])
-    kinds = list(kinds) if isinstance(kinds, list) else [kinds]
-    for name in ("anyOf", "oneOf"):
-        if isinstance(several := schema.get(name), list):
-            kinds += [each.get("type") for each in several if isinstance(each, dict)]
-    return kinds
+def _kind(value: Any) -> str:
+    """The name of a value's type in JSON schemas."""
+    if isinstance(value, bool) or value is None:
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def _typed(text: str, schema: dict[str, Any]) -> Any:
-    """A value in a tag: text if the schema says so, or if it is not JSON."""
+_MOST_SCHEMAS = 256  # schemas that are read for the types of one value
+
+
+class _Kinds:
+    """Finds the types that a schema allows; of a schema with very many parts any type."""
+
+    def __init__(self, root: dict[str, Any]):
+        self._root, self._left = root, _MOST_SCHEMAS
+
+    def of(self, schema: Any) -> set[str] | None:
+        """The names of the types; None: any."""
+        self._left -= 1
+        if not isinstance(schema, dict) or self._left < 0:
+            return None
+        kinds = schema.get("type")
+        found = [{kinds} if isinstance(kinds, str) else {*filter(_is_text, kinds)} if isinstance(kinds, list) else None]
+        for options in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+            if isinstance(options, list):
+                found.append({_kind(each) for each in options})
+        for name in ("anyOf", "oneOf"):
+            if isinstance(several := schema.get(name), list):
+                parts = [self.of(each) for each in several]
+                found.append(None if None in parts else {kind for part in parts if part is not None for kind in part})
+        found += [self.of(each) for each in several] if isinstance(several := schema.get("allOf"), list) else []
+        if isinstance(path := schema.get("$ref"), str) and path.startswith("#/"):
+            found.append(self.of(self._at(path)))
+        known = [each for each in found if each is not None]
+        return set.intersection(*known) if known else None
+
+    def _at(self, path: str) -> Any:
+        found: Any = self._root
+        for step in path.split("/")[1:]:
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        return found
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _typed(text: str, schema: dict[str, Any], kinds: set[str] | None) -> Any:
+    """A value in a tag: text if the schema says so, or if it is not JSON of one of the schema's types."""
     bare = text.removeprefix("\n").removesuffix("\n")
-    if _kinds(schema) == ["string"] or bare in (options if isinstance(options := schema.get("enum"), list) else ()):
+    if kinds == {"string"} or bare in (options if isinstance(options := schema.get("enum"), list) else ()):
         return bare
     word = bare.strip()
-    if word in _WORDS:
-        return _WORDS[word]
     try:
-        return DECODER.decode(word)
+        value = _WORDS[word] if word in _WORDS else DECODER.decode(word)
     except (ValueError, RecursionError):
         return bare
+    kind = _kind(value)
+    fits = kinds is None or kind in kinds or (kind == "integer" and "number" in kinds)
+    return value if fits or kinds is None or "string" not in kinds else bare
 
 
 _WORDS: dict[str, Any] = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}

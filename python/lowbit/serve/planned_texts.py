@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import _C, __version__
 from ..files.plan_facts import PLAN, NoPlan, described, facts_of, states
+from ..files.tokenizer_json import TOKENIZER, load_backend
 from ..machine.cpus import default_threads
 from .sentence_files import check_files, folders_of
 
@@ -20,7 +21,6 @@ _FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "modules.json",
     "config_sentence_transformers.json", "sentence_bert_config.json",
 )  # fmt: skip
-_TOKENIZER = "tokenizer.json"
 
 
 def _names(directory: Path) -> list[str]:
@@ -37,11 +37,7 @@ class _Tokens:
             most: tokens of the longest text; longer ones are cut.
             side: where long texts are cut, "right" or "left".
         """
-        from tokenizers import Tokenizer
-
-        self.backend = Tokenizer.from_file(str(directory / _TOKENIZER))
-        self.backend.no_padding()
-        self.backend.no_truncation()
+        self.backend = load_backend(directory)
         if most is not None:
             self.backend.enable_truncation(most, strategy="longest_first", direction=side)
 
@@ -137,8 +133,8 @@ def _write(model: Any, directory: Path, refusal: str | None) -> str | None:
     most = model.max_seq_length
     if most is None or most > made.positions:
         refusal = refusal or f"its texts may have {most} tokens; the plan has {made.positions} positions"
-    if not (directory / _TOKENIZER).exists():
-        refusal = refusal or f"there is no {_TOKENIZER}"
+    if not (directory / TOKENIZER).exists():
+        refusal = refusal or f"there is no {TOKENIZER}"
     activation = type(model.activation_fn).__name__ if scores else None
     if scores and activation not in ("Sigmoid", "Identity"):
         refusal = refusal or f"its activation is {activation}"

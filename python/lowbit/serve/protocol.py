@@ -172,6 +172,35 @@ def dumped(name: str, value: Any, most: int) -> str:
     return text
 
 
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # have schemas by name
+_MOST_CONSTANT = 2**53
+
+
+def check_constants(name: str, schema: Any) -> None:
+    """Raises ApiError for a constant of a schema that llguidance, which computes in float64, would write as another number."""
+    left = [(schema, False)]
+    while left:
+        value, constant = left.pop()
+        if isinstance(value, dict):
+            for key, each in value.items():
+                named = not constant and key in _NAMED and isinstance(each, dict)
+                left += [(inner, False) for inner in each.values()] if named else [(each, constant or key in ("const", "enum"))]
+        elif isinstance(value, list):
+            left += [(each, constant) for each in value]
+        elif constant and isinstance(value, int) and abs(value) > _MOST_CONSTANT:
+            raise bad(
+                name, f"{name} has the constant {shortened(str(value), 40)}; expected -2^53 to 2^53, or a string",
+                "unsupported_schema",
+            )  # fmt: skip
+
+
+def dumped_schema(name: str, schema: Any) -> str:
+    """A schema as JSON, checked."""
+    text = dumped(name, schema, _MOST_SCHEMA)
+    check_constants(name, schema)
+    return text
+
+
 @dataclass(frozen=True)
 class Grammar:
     """A constraint on a text."""
@@ -225,7 +254,7 @@ class _Structured(Part):
             raise bad(name, f"{name} has {', '.join(given) or 'nothing'}; expected one of json, regex, choice and grammar")
         ((kind, value),) = given.items()
         if kind == "json_":
-            return Grammar("json", dumped(name, value, _MOST_SCHEMA), name)
+            return Grammar("json", dumped_schema(name, value), name)
         if kind == "choice":
             text = f"start: {' | '.join(json.dumps(each) for each in value)}"
             if len(text) > _MOST_SCHEMA:
@@ -282,7 +311,7 @@ class Writing(Body):
     def schema_text(self) -> str | None:
         """The schema of response_format as JSON."""
         schema = None if self.response_format is None else self.response_format.wanted
-        return None if schema is None else dumped("response_format", schema, _MOST_SCHEMA)
+        return None if schema is None else dumped_schema("response_format", schema)
 
     @property
     def grammar(self) -> Grammar | None:

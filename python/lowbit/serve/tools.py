@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..llm.stopping import overlap
 from .dialects import DECODER, DIALECTS, Functions, Reader, read_code, read_json
 from .errors import bad
-from .protocol import Chat, Grammar
+from .protocol import Chat, Grammar, check_constants
 
 if TYPE_CHECKING:
     from .model_list import LanguageModel
@@ -55,12 +55,15 @@ class Tools:
             answer: the schema of response_format.
 
         Raises:
-            ApiError: the model writes calls in a form that has no grammar here.
+            ApiError: the model writes calls in a form that has no grammar here, or a schema has constants that llguidance
+                changes.
         """
         wanted = self.forced or (self.names if answer is not None or self.strict else [])
         if not wanted:
             return None
         free = not self.forced and answer is None  # arguments of other functions may be any object
+        for each in wanted if not free else self.strict:
+            check_constants("tools", self.functions[each])
         rules = [
             f'call{number}: {json.dumps(json.dumps({"name": each["name"]})[:-1] + ", ")} "\\"arguments\\": " '
             f'%json {_spaced(_ANY if free and each["name"] not in self.strict else each.get("parameters") or _NOTHING)} "}}"'
@@ -141,12 +144,15 @@ def read_tools(asked: Chat) -> Tools | None:
     """The tools of a request; None if the model must not call any.
 
     Raises:
-        ApiError: a function's parameters are not an object schema.
+        ApiError: a function's parameters are not an object schema, or two functions have one name.
     """
     if not asked.tools or asked.tool_choice == "none":
         return None
     documents = [each.model_dump(exclude_unset=True) for each in asked.tools]
     strict = [each["function"]["name"] for each in documents if each["function"].pop("strict", None)]
+    names = [each["function"]["name"] for each in documents]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise bad("tools", f"tools has two functions {twice}; expected a name of its own for each")
     for number, each in enumerate(documents):
         if (parameters := each["function"].get("parameters")) and parameters.setdefault("type", "object") != "object":
             raise bad("tools", f"tools[{number}].function.parameters has another type; expected an object")
@@ -162,6 +168,11 @@ def find_calls(text: str, functions: Functions) -> tuple[str, list[dict[str, Any
     Models write calls after a marker (:data:`DIALECTS`), or their whole text consists of calls. Text before ``</think>``
     contains no calls. A call of an unknown function, or one that cannot be read, stays in the text.
     """
+    # Strings in such calls may have any marker.
+    bodies = [0, *(each.end() for each in re.finditer(_THOUGHT, text))]
+    for body in (*bodies[:_MOST_BROKEN], bodies[-1]):
+        if whole := _rest(read_json, text, body, functions):
+            return text[:body], whole
     calls: list[dict[str, Any]] = []
     content: list[str] = []
     kept = at = body = broken = 0
@@ -180,14 +191,18 @@ def find_calls(text: str, functions: Functions) -> tuple[str, list[dict[str, Any
             kept = at = end if close is None else close.end()
     if not body and text.lstrip().startswith("<think>"):
         return text, []  # the text ended before </think>
-    start = len(text) - len(text[body:].lstrip())
-    if not calls and text[start : start + 1] in ("{", "["):
-        for reader in (read_json, read_code):
-            found, end = _calls_at(reader, text, start, functions, False)
-            if found and not text[end:].strip():
-                return text[:body], found
-        return text, []
+    if not calls and (found := _rest(read_code, text, body, functions)):
+        return text[:body], found
     return (text[:body] + "".join(content) + text[kept:], calls) if calls else (text, [])
+
+
+def _rest(reader: Reader, text: str, body: int, functions: Functions) -> list[dict[str, Any]]:
+    """The calls of which a text consists from a position on; none if there is anything else."""
+    start = len(text) - len(text[body:].lstrip())
+    if text[start : start + 1] not in ("{", "["):
+        return []
+    calls, end = _calls_at(reader, text, start, functions, False)
+    return [] if text[end:].strip() else calls
 
 
 def _calls_at(reader: Reader, text: str, at: int, functions: Functions, marked: bool) -> tuple[list[dict[str, Any]], int]:
@@ -244,19 +259,31 @@ class Held:
         if self._marked:
             return ""
         text, end = self.text, self._read
-        while (mark := _BEGIN.search(text, end)) is not None and mark[0] == _THOUGHT:
-            end = self._body = self._first = mark.end()
-        self._marked = mark is not None
-        if mark is None:
-            self._read = max(end, len(text) - max(overlap(text[-_LONGEST:], each) for each in _SIGNS))
+        while True:
             while self._first < len(text) and text[self._first].isspace():
                 self._first += 1
+            mark = _BEGIN.search(text, end)
+            if mark is None or mark[0] != _THOUGHT or self._in_string(mark.start()):
+                break
+            end = self._body = self._first = mark.end()
+        if mark is None:
+            self._read = max(end, len(text) - max(overlap(text[-_LONGEST:], each) for each in _SIGNS))
             end = self._body if text[self._first : self._first + 1] in ("", "{", "[") else self._read
         else:
-            end = mark.start()
+            self._marked = True
+            end = self._body if self._in_string(mark.start()) else mark.start()
         new = text[self._told : max(end, self._told)]
         self._told += len(new)
         return new
+
+    def _in_string(self, at: int) -> bool:
+        """Whether a position is in a string of calls as JSON, which the text may consist of."""
+        try:
+            for _ in read_json(self.text[self._first : at], 0, {}):
+                pass
+        except (ValueError, RecursionError) as error:
+            return str(error).startswith("Unterminated string")
+        return False
 
     def rest(self, content: str) -> str:
         """The rest to send at the end, given the text without its calls."""

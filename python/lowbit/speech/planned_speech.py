@@ -13,6 +13,7 @@ import numpy as np
 
 from .. import _C, __version__
 from ..files.plan_facts import PLAN, NoPlan, are_allowed, described, facts_of, states
+from ..files.tokenizer_json import TOKENIZER, load_backend
 from ..machine.cpus import default_threads
 from ..operators.cache_layout import PANEL, Slot
 from .beams import BeamDecoder, Place, Queries, Text
@@ -141,8 +142,6 @@ class PlannedTranscriber(Transcriber):
         Raises:
             NoPlan: there are no plans, or they do not fit the files beside them.
         """
-        from tokenizers import Tokenizer
-
         plans, files = [], [directory / PLAN, directory / LISTEN_PLAN]
         if not all(file.exists() for file in files):
             raise NoPlan("")
@@ -157,7 +156,7 @@ class PlannedTranscriber(Transcriber):
         try:
             decoder = PlannedSpeech(plans[0], plans[1], contents[0])
             settings = SimpleNamespace(**contents[0]["settings"])
-            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            tokenizer = load_backend(directory)
         except Exception as error:  # tokenizers raises no other kind
             raise NoPlan(f"{files[0]} is not used: {error}") from error
         self._begin(decoder, settings, SimpleNamespace(backend_tokenizer=tokenizer))
@@ -245,13 +244,11 @@ def write_plans(transcriber: Transcriber, directory: Path) -> None:
 
 def _refusal(transcriber: Transcriber, dtype: str, directory: Path) -> str | None:
     """Why plans of a model would not give its results without torch; None if they do."""
-    from tokenizers import Tokenizer
-
     if dtype not in ("float32", "float16"):
         return f"numpy has no {dtype}"
-    if not (directory / "tokenizer.json").exists():
-        return "there is no tokenizer.json"
-    other, own = Tokenizer.from_file(str(directory / "tokenizer.json")), transcriber._tokenizer
+    if not (directory / TOKENIZER).exists():
+        return f"there is no {TOKENIZER}"
+    other, own = load_backend(directory), transcriber._tokenizer
     if other.get_vocab(with_added_tokens=True) != own.get_vocab(with_added_tokens=True):
         return "the vocabulary differs"
     tokens = [own.encode(text).ids for text in _TEXTS] + [[token, token] for token in range(transcriber.decoder.vocabulary)]

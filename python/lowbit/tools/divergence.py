@@ -16,7 +16,7 @@ from ..files.io import read_bytes
 from ..files.replace import replacing
 from ..files.safetensors import Stored, Writer, read_file, read_metadata
 from ..files.tensors import read_rows
-from ..llm.perplexity import Perplexity, check_causal, predictions, windows_of
+from ..llm.perplexity import Perplexity, check_causal, predictions, stride_of, windows_of
 from ..machine.sizes import size
 
 _VERSION = "1"
@@ -52,7 +52,7 @@ def compare(
     reference: torch.nn.Module | str | os.PathLike[str],
     *,
     window: int = 512,
-    stride: int = 256,
+    stride: int | None = None,
     cache: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Divergence:
@@ -72,6 +72,7 @@ def compare(
             that holds no logits, or was made from other tokens, another window or another stride.
         OSError: the file cannot be read.
     """
+    stride = stride_of(window, stride)
     if cache is None:  # a decoder makes this check itself
         check_causal(model)
     if isinstance(reference, torch.nn.Module):
@@ -90,7 +91,7 @@ def save_logits(
     path: str | os.PathLike[str],
     *,
     window: int = 512,
-    stride: int = 256,
+    stride: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
     """Writes a model's predictions of a text to a file, for :func:`compare`.
@@ -114,6 +115,7 @@ def save_logits(
         OSError: the file cannot be written, or the disk has too little space for it.
     """
     check_causal(model)
+    stride = stride_of(window, stride)
     count, vocabulary = len(tokens) - 1, model.config.get_text_config().vocab_size
     tensors = [
         ("log_probabilities", "F16", (count, vocabulary), 2 * count * vocabulary),

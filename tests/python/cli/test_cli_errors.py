@@ -144,6 +144,7 @@ def test_errors_of_inputs(packed, tmp_path):
         error(invoke("generate", model, "--prompt-file", tmp_path / "none"))
         == f"{tmp_path / 'none'}: No such file or directory"
     )
+    (tmp_path / "one").write_text("")
     (tmp_path / "latin").write_bytes(b"abc\xe9 def")
     for arguments in (("generate", model, "--prompt-file"), ("eval", model, "--text")):
         assert f"{tmp_path / 'latin'} is not UTF-8 text" in error(invoke(*arguments, tmp_path / "latin"))
@@ -154,6 +155,7 @@ def test_errors_of_inputs(packed, tmp_path):
     assert "max_length is 40; expected a positive multiple of 16" in error(
         invoke("generate", model, "--prompt", "x", "--max-length", 40)
     )
+    assert "expected 2 or more" in error(invoke("eval", model, "--text", tmp_path / "one", "--window", 16))
     assert "stride is 512" in error(invoke("eval", model, "--text", TINY / "heldout.txt", "--stride", 512))
     without = broken(tmp_path, tokenizer__json=None, tokenizer_config__json=None)
     assert f"{without} has no tokenizer.json" in error(invoke("generate", without, "--prompt", "x"))
@@ -162,6 +164,15 @@ def test_errors_of_inputs(packed, tmp_path):
     assert "expected a name that ends in .pte" in error(invoke("export", model, "--to", "pte", "--output", tmp_path / "m.pt2"))
     assert "is not a directory" in error(invoke("export", model, "--to", "pte", "--output", tmp_path / "no" / "m.pte"))
     assert "llama-3.2-1b, " in error(invoke("tune", "llama-3.2-2b"))
+
+
+@pytest.mark.parametrize("kind", ["pte", "pt2", "gguf", "plan"])
+def test_exports_keep_files_of_others(packed, tmp_path, kind):
+    target = tmp_path / f"mine.{kind}"
+    target.write_bytes(b"GGUF of another program")
+    said = error(invoke("export", packed[0], "--to", kind, "--output", target))
+    assert said == f"{target} exists and is not a .{kind} file of lowbit; choose another name, or delete it"
+    assert target.read_bytes() == b"GGUF of another program"
 
 
 def test_errors_with_json(tmp_path):

@@ -98,6 +98,10 @@ def test_bad_float_weights(tmp_path):
     file = source / "model.safetensors"
     change_tensors(file, lambda tensors: tensors[f"{UP}.weight"].__setitem__((5, 5), float("nan")))
     refuse(source, ValueError, f"{UP}.weight has 1 NaN", quantization_config=CONFIG)
+    change_tensors(file, lambda tensors: tensors.update({f"{UP}.weight": torch.ones(168, 64)}))
+    change_tensors(file, lambda tensors: tensors["model.norm.weight"].__setitem__(3, float("nan")))
+    refuse(source, ValueError, "model.norm.weight has NaN values; expected numbers", quantization_config=CONFIG)
+    change_tensors(file, lambda tensors: tensors["model.norm.weight"].fill_(1))
     change_tensors(file, lambda tensors: tensors.update({f"{UP}.weight": torch.ones(168, 65)}))
     refuse(source, ValueError, f"{UP}.weight in {file} has shape [168, 65]; expected [168, 64]", quantization_config=CONFIG)
     change_tensors(file, lambda tensors: tensors.pop(f"{UP}.weight"))

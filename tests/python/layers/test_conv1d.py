@@ -14,6 +14,7 @@ from lowbit.calibration import assign_widths, calibrate
 from lowbit.layers.linear_forms import of_conv1d
 from lowbit.layers.packable import with_linears
 from reference import close_to_packed
+from torch.nn.utils import prune
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
@@ -266,3 +267,27 @@ def test_a_fresh_process_finds_the_same_layers():
     run = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, timeout=600)
     layers = [("0", "Linear"), ("1", "Linear"), ("2", "Holder"), ("2.down_proj", "Experts"), ("2.gate_up_proj", "Experts")]
     assert run.stdout.strip() == f"{layers} False"
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_weight_that_a_hook_computes_is_refused():
+    for name in ("weight", "bias"):
+        model = torch.nn.Sequential(Conv1D(16, 32))
+        prune.l1_unstructured(model[0], name, 0.5)
+        with pytest.raises(ValueError, match=f"0.{name} is not a parameter: a hook computes it before each call"):
+            lowbit.quantize_(model, lowbit.LinearConfig(4))
+    model = torch.nn.Sequential(torch.nn.utils.weight_norm(Conv1D(16, 32)))
+    with pytest.raises(ValueError, match="0.weight is not a parameter: a hook computes it before each call"):
+        lowbit.quantize_(model, lowbit.LinearConfig(4))
+
+
+def test_calibration_refuses_weights_that_it_could_not_replace(source):
+    model = load(source)
+    layer = model.transformer.h[0].mlp.c_fc
+    prune.l1_unstructured(layer, "weight", 0.5)
+    with pytest.raises(ValueError, match="h.0.mlp.c_fc.weight is not a parameter: a hook computes it"):
+        calibrate(model, TEXT, CONFIG)
+    prune.remove(layer, "weight")
+    model.transformer.ln_f.bias.data[0] = torch.nan
+    with pytest.raises(ValueError, match="ln_f.bias has NaN values; expected numbers"):
+        calibrate(model, TEXT, CONFIG)

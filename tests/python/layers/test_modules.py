@@ -312,6 +312,7 @@ def test_public_names():
         assert documented and not documented.startswith(f"{name}("), name
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_what_other_libraries_do_to_a_packed_layer():
     """Operations that would have no effect or damage the packed bytes are refused or leave the bytes unchanged."""
     model = lowbit.quantize_(nn.Sequential(nn.Linear(64, 48), nn.LayerNorm(48)), LinearConfig(4, 32))
@@ -319,9 +320,15 @@ def test_what_other_libraries_do_to_a_packed_layer():
     for prune in (
         lambda: nn.utils.prune.l1_unstructured(model[0], "weight", 0.5),
         lambda: nn.utils.prune.random_structured(model[0], "bias", 0.5, 0),
+        lambda: nn.utils.weight_norm(model[0]),
+        lambda: nn.utils.weight_norm(model[0], "bias"),
+        lambda: nn.utils.spectral_norm(model[0]),
     ):
-        with pytest.raises(ValueError, match="a packed layer cannot be pruned"):
+        with pytest.raises(ValueError, match=r"a packed layer cannot be pruned or normalized: its (weight|bias) is fixed"):
             prune()
+    for norm in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
+        with pytest.raises(ValueError, match="does not have a parameter, a buffer, or a parametrized element with name"):
+            norm(model[0])
     with pytest.raises(ValueError, match="a packed Linear cannot be trained: its weight is fixed"):
         model[0].requires_grad_(True)
     assert model[0].requires_grad_(False) is model[0] and model.requires_grad_()[1].weight.requires_grad
@@ -343,3 +350,18 @@ def test_a_module_that_an_earlier_version_pickled():
     old.__setstate__(state | {"info": layer.info})
     x = torch.randn(2, 64)
     assert torch.equal(old(x), layer(x)) and old.info.bits == 4 and "bits=4" in repr(old)
+
+
+@pytest.mark.parametrize("kind, lacking", [("Linear", "input_order"), ("Embedding", "_table")])
+def test_attributes_that_earlier_versions_did_not_pickle(kind, lacking):
+    layer, config = torch.nn.Embedding(32, 64), lowbit.EmbeddingConfig(4)
+    if kind == "Linear":
+        layer, config = torch.nn.Linear(64, 32), lowbit.LinearConfig(4)
+    layer = getattr(lowbit.nn, kind).from_float(layer, config)
+    state = {name: value for name, value in layer.__getstate__().items() if name != lacking}
+    state["_buffers"] = {name: value for name, value in state["_buffers"].items() if name != lacking}
+    old = object.__new__(type(layer))
+    old.__setstate__(state)
+    x = torch.randn(2, 64) if kind == "Linear" else torch.tensor([3, 1])
+    assert torch.equal(old(x), layer(x)) and torch.equal(old.weight, layer.weight)
+    assert not any("Seen" in type(value).__name__ for value in layer.__getstate__().values())

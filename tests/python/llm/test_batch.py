@@ -273,6 +273,16 @@ def test_caches_are_copied_if_nothing_identifies_the_model(decoder, prompts, mon
         pickle.dumps(kept)
 
 
+def test_caches_of_another_version_are_refused(decoder, prompts):
+    caches = decoder.read(prompts[5])
+    state = caches.__getstate__()
+    for other in ({name: each for name, each in state.items() if name != "_windows"}, state | {"_spans": {}}):
+        with pytest.raises(
+            ValueError, match=r"of another version of lowbit \(they differ in _(windows|spans)\); compute them again"
+        ):
+            object.__new__(type(caches)).__setstate__(other)
+
+
 def test_a_decoder_that_torch_compiles(model, prompts):
     """Compiled code does not count tokens, so that the decoder takes any start after it."""
     decoder, plain = (llm.Decoder(each, MAX_LENGTH, plan=False) for each in (model, copy.deepcopy(model)))

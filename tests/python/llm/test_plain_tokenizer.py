@@ -4,10 +4,11 @@ import json
 import re
 
 import pytest
+import tokenizers
 from lowbit import _C
 from lowbit.exports.token_file import TextSettings, token_bytes
 from lowbit.files.plan_facts import PLAN, TOKENS
-from lowbit.llm.loading import TextStream
+from lowbit.llm.loading import TextStream, load_tokenizer
 from lowbit.llm.plain_tokenizer import PlainTokenizer, difference, tables_of
 from lowbit.llm.stopping import BREAKERS, breakers
 from lowbit.llm.templates import control_tokens, render
@@ -203,3 +204,36 @@ def test_differences_are_found(tmp_path):
     assert difference(tokenizer, directory, special) == "the chat template is another one"
     (directory / "tokenizer.json").unlink()
     assert difference(tokenizer, directory, special) == "there is no tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda content: content["model"]["vocab"].update({"!": 5}),
+            "the tokens '!' and '.*' both have the number 5; expected",
+        ),
+        (lambda content: content["model"]["vocab"].update({"far": 1 << 30}), "the token 'far' has the number 1073741824, and"),
+        (lambda content: content["added_tokens"][0].update(id=5), "both have the number 5; expected a number for each"),
+        (
+            lambda content: content["added_tokens"].append(content["added_tokens"][0] | {"id": 4000}),
+            r"the token '.*' has the numbers \d+ and 4000; expected one of them",
+        ),
+    ],
+)
+def test_contradictions_are_refused(tmp_path, change, message):
+    """The library would keep one of two tokens with the same number, and renumber added tokens."""
+    tokenizer = MAKERS["bytes"]()
+    tokenizer.save_pretrained(tmp_path / "whole")
+    (tmp_path / "changed").mkdir()
+    changed(tmp_path / "whole", tmp_path / "changed", change)
+    for load in (load_tokenizer, lambda directory: PlainTokenizer(directory, {})):
+        with pytest.raises(ValueError, match=f"^the tokenizer in .*changed does not load: .*{message}"):
+            load(tmp_path / "changed")
+
+
+def test_tables_of_two_tokens_with_one_number_are_refused():
+    content = {"model": {"type": "WordLevel", "vocab": {"a": 0, "b": 0, "c": 1}, "unk_token": "c"}, "added_tokens": []}
+    backend = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0"} | content))
+    with pytest.raises(ValueError, match="the tokens '[ab]' and '[ab]' both have the number 0"):
+        token_bytes(backend, TextSettings())

@@ -125,6 +125,24 @@ def in_mkldnn(x):
     return x.float().to_mkldnn() if x.ndim else None
 
 
+def in_csr(x):
+    return x.reshape(1, -1).to_sparse_csr()
+
+
+def nested(x):
+    return torch.nested.nested_tensor([x, x])
+
+
+def jagged(x):
+    return torch.nested.nested_tensor([x, x], layout=torch.jagged)
+
+
+def shortened(x):
+    x = x.clone()
+    x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
+    return x
+
+
 def quantized(x):
     return torch._empty_affine_quantized(x.shape, scale=1.0, zero_point=0, dtype=torch.quint8)
 
@@ -133,9 +151,17 @@ def complex_(x):
     return torch.complex(x.float(), x.float()).conj()
 
 
+REFUSED = {
+    in_sparse: "is sparse, or has another layout than torch.strided; expected a dense tensor",
+    in_csr: "is sparse, or has another layout", in_mkldnn: "is sparse, or has another layout",
+    jagged: "is (nested|sparse), or has", nested: "is nested, or has symbolic sizes; expected a dense tensor",
+    shortened: r"has shape \[.*\], which needs \d+ bytes, and a storage of \d+", quantized: "is quantized by torch; expected",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "place"), EVERY_TENSOR)
-@pytest.mark.parametrize("other", [torch.Tensor.cpu, lambda x: x.to("meta"), in_sparse, in_mkldnn, quantized, complex_])
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
+@pytest.mark.parametrize("other", [torch.Tensor.cpu, lambda x: x.to("meta"), complex_, *REFUSED])
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions", "ignore:.*(Sparse CSR|nested tensors)")
 def test_other_tensors_are_refused(name, place, other):
     arguments = call(name)
     tensor = other(at(arguments, place))
@@ -153,12 +179,27 @@ def test_other_tensors_are_refused(name, place, other):
             with pytest.raises(RuntimeError, match="data-dependent shape"):
                 overload(name)(*arguments)
         return
-    with pytest.raises((ValueError, NotImplementedError)) as caught:
+    parameter = overload(name)._schema.arguments[place[0]].name
+    argument = parameter.removesuffix("s") if place[1] is not None else parameter
+    with pytest.raises(ValueError, match=rf"^{argument} {REFUSED[other]}" if other in REFUSED else None) as caught:
         overload(name)(*arguments)
     if tensor.is_meta:
         assert re.search(rf"lowbit.{name}: \w+ is on (cpu|meta) and \w+ on (cpu|meta); expected one device", str(caught.value))
     rest = [arguments[number] for number in changed(name)]
     assert all(torch.equal(a, b) for a, b in zip(before, rest, strict=True) if b is not tensor)
+
+
+@pytest.mark.parametrize("other", [in_sparse, nested, shortened])
+def test_other_outputs_are_refused(other):
+    for name in OUT:
+        arguments = call(name.removesuffix(".out"))
+        outputs = {
+            each.name: other(torch.ones(5, 64))
+            for each in overload(name)._schema.arguments
+            if each.name.split("_")[-1] == "out"
+        }
+        with pytest.raises(ValueError, match=rf"^(q_)?out {REFUSED[other]}"):
+            overload(name)(*arguments, **outputs)
 
 
 @pytest.mark.parametrize(("name", "place"), EVERY_TENSOR)

@@ -35,9 +35,24 @@ def test_subclasses_are_left_alone():
     assert quantized(model) == {"1": 2} and type(model[0]) is Special
 
 
-def test_a_parametrized_layer_is_left_alone():
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
-    assert set(quantized(lowbit.quantize_(model, LinearConfig(4)))) == {"1"}
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm", "orthogonal"])
+@pytest.mark.parametrize("kind", ["linear", "table", "conv"])
+def test_a_parametrized_layer_is_packed_as_computed(norm, kind):
+    layer, config = {
+        "linear": (nn.Linear(32, 48), LinearConfig(4)),
+        "table": (nn.Embedding(48, 32), EmbeddingConfig(4)),
+        "conv": (nn.Conv1d(32, 48, 1), lowbit.ConvConfig(4)),
+    }[kind]
+    model = nn.Sequential(getattr(nn.utils.parametrizations, norm)(layer), nn.LayerNorm(1)).eval()
+    model.register_module("same", model[0])  # under a second name
+    expected = lowbit.quantize_tensor(layer.weight.flatten(1), config, bias=getattr(layer, "bias", None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as of tensors that stay float
+        lowbit.quantize_(model, config)
+    assert torch.equal(model[0].packed_weight, expected) and torch.equal(model.same.packed_weight, expected)
+    assert not [name for name, _ in model.named_parameters() if "parametrizations" in name]
+    with pytest.raises(ValueError, match="0 has a parametrization, which lowbit.qat cannot train; give it the config None"):
+        lowbit.qat.prepare_(nn.Sequential(layer), config)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
@@ -133,6 +148,21 @@ def test_bad_values_leave_the_model_unchanged(value, dtype, message):
     model = nn.ModuleDict({"first": nn.Linear(32, 9), "last": nn.Linear(32, 9)}).to(dtype)
     model["last"].weight.data[3, 4] = value
     refused(model, ValueError, message, LinearConfig(mapping="affine"))
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "norm.bias", "tables.limit"])
+def test_nan_in_a_tensor_that_stays_float_is_refused(name):
+    """As by lowbit quantize. Infinite limits and buffers that are not stored are kept."""
+    model = nn.ModuleDict({"norm": nn.LayerNorm(32), "last": nn.Linear(32, 9), "tables": nn.Module()})
+    model["tables"].register_buffer("limit", torch.tensor([0, torch.inf]))
+    model["tables"].register_buffer("mask", torch.tensor([torch.nan]), persistent=False)
+    tensor = model.state_dict()[name]
+    tensor[0] = torch.nan
+    refused(model, ValueError, f"{name} has NaN values; expected numbers", LinearConfig(4))
+    with pytest.raises(ValueError, match=f"{name} has NaN values; expected numbers"):
+        lowbit.qat.prepare_(model, LinearConfig(4))
+    tensor[0] = -torch.inf
+    assert set(quantized(lowbit.quantize_(model, LinearConfig(4)))) == {"last"}
 
 
 def test_float64_models_are_refused():

@@ -164,3 +164,28 @@ def test_special_tokens_of_calls_are_shown():
     assert shown.finish() == f"[TOOL_CALLS]get_weather[ARGS]{ARGS}"
     _, (call,) = find_calls(shown.text, FUNCTIONS)
     assert json.loads(call["function"]["arguments"]) == TWO and len(call["id"]) == 9 and call["id"].isalnum()
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        (OPTIONAL, "5", "5"), (OPTIONAL, "true", "true"), (OPTIONAL, "null", None), (OPTIONAL, '"x"', "x"),
+        (OPTIONAL, "{}", "{}"),
+        ({"type": ["string", "null"]}, "1e3", "1e3"), ({"type": ["string", "integer"]}, "5", 5),
+        ({"type": ["string", "number"]}, "5", 5), ({"type": ["string", "integer"]}, "5.5", "5.5"),
+        ({"$ref": "#/$defs/a~1b"}, "5", "5"), ({"allOf": [{"$ref": "#/$defs/a~1b"}, {"minLength": 1}]}, "5", "5"),
+        ({"enum": ["5", "6"]}, "7", "7"), ({"const": "5"}, "5", "5"), ({"$ref": "#/$defs/self"}, "5", 5), ({}, "5", 5),
+        ({"anyOf": [{"type": "string"}, {}]}, "5", 5), ({"type": "integer"}, "x", "x"), ({"type": "string"}, '"x"', '"x"'),
+        ({"oneOf": [{"$ref": "#/$defs/self"}] * 50}, "5", 5), ({"$ref": "#/none/0"}, "5", 5), ({"enum": [1e999]}, "5", 5),
+    ],
+)  # fmt: skip
+def test_values_in_tags_have_a_type_of_the_schema(schema, text, expected):
+    definitions = {"a/b": {"type": "string"}, "self": {"anyOf": [{"$ref": "#/$defs/self"}] * 9}}
+    functions = {"f": {"properties": {"a": schema}, "$defs": definitions}}
+    called = f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>"
+    _, (call,) = find_calls(called, functions)
+    assert json.loads(call["function"]["arguments"]) == {"a": expected}
+    assert type(json.loads(call["function"]["arguments"])["a"]) is type(expected)

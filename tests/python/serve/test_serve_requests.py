@@ -313,6 +313,12 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
     [
         ('<tool_call>{"name": "now", "arguments": {"a": "</tool_call>"}}</tool_call>', "", ['{"a": "</tool_call>"}']),
         ('<tool_call>{"name": "now", "arguments": {"a": "</think>"}}</tool_call>', "", ['{"a": "</think>"}']),
+        ('{"name": "now", "arguments": {"a": "x</think>y"}}', "", ['{"a": "x</think>y"}']),
+        ('{"name": "now", "arguments": {"a": "<tool_call>now</tool_call>"}}', "", ['{"a": "<tool_call>now</tool_call>"}']),
+        (f'<think>{{}}</think>\n[{CALL}, {{"name": "now", "arguments": {{"a": "</think>[TOOL_CALLS]"}}}}]', "<think>{}</think>",
+         ['{"a": "b"}', '{"a": "</think>[TOOL_CALLS]"}']),
+        (f"[1] see <tool_call>{CALL}</tool_call>", "[1] see ", ['{"a": "b"}']),
+        (f"[1] </think>{CALL}", "[1] </think>", ['{"a": "b"}']), ('{"a": "</think>', '{"a": "</think>', []),
         (f"<tool_call>\n{CALL}", "", ['{"a": "b"}']), (f"<tool_call>{CALL}<tool_call>{CALL}", "", ['{"a": "b"}'] * 2),
         (f'<tool_call>{CALL}</tool_call><tool_call>{{"name": }}</tool_call>', '<tool_call>{"name": }</tool_call>',
          ['{"a": "b"}']),

@@ -134,7 +134,9 @@ def test_markers_of_the_template():
 def test_other_grammars():
     """Without strict functions an answer is free; a forced call and response_format have the schemas of all functions."""
     model = model_of("{{ tools }} to=functions.")
-    plain = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": each}} for each in (False, None)]
+    plain = [
+        {"type": "function", "function": TOOLS[0]["function"] | {"strict": each, "name": f"f{each}"}} for each in (False, None)
+    ]
     assert grammar_of(model, tools=plain) is None
     assert read_tools(Chat.model_validate({"messages": USER, "tools": TOOLS, "tool_choice": "none"})) is None
     forced = make_constraint(model, grammar_of(model, tool_choice="required"))
@@ -166,3 +168,34 @@ def test_each_api_has_strict_functions():
         tools = read_tools(chat)
         assert tools.grammar(None, model) == expected
         assert tools.documents == [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
+
+
+def test_two_functions_of_one_name_are_refused():
+    with pytest.raises(ApiError, match="^tools has two functions now; expected a name of its own for each$") as refused:
+        read_tools(Chat.model_validate({"messages": USER, "tools": [*TOOLS, TOOLS[1]]}))
+    assert refused.value.param == "tools"
+
+
+LARGE = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    "schema", [{"const": LARGE}, {"enum": ["a", -LARGE]}, {"items": {"anyOf": [{"const": {"properties": {"a": [10**400]}}}]}}]
+)
+def test_constants_that_would_become_others_are_refused(schema):
+    """llguidance reads numbers as float64."""
+    said = r"has the constant -?[\d.]+; expected -2\^53 to 2\^53, or a string"
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"const": schema}}}
+    tools = [{"type": "function", "function": function}]
+    for more in ({}, {"tool_choice": "required"}):
+        with pytest.raises(ApiError, match=f"^tools {said}"):
+            grammar_of(model_of(HERMES), tools=tools, **more)
+    with pytest.raises(ApiError, match=f"^response_format {said}"):
+        form = {"type": "json_schema", "json_schema": {"schema": schema}}
+        Chat.model_validate({"messages": USER, "response_format": form}).grammar  # noqa: B018
+    function["strict"] = False
+    assert grammar_of(model_of(HERMES), tools=tools) is None
+    limits = {"properties": {"const": {"maximum": 2**63 - 1, "const": 2**53}, "enum": {"minimum": -LARGE}}}
+    assert grammar_of(
+        model_of(HERMES), tools=[{"type": "function", "function": {"name": "f", "strict": True, "parameters": limits}}]
+    )

@@ -238,6 +238,7 @@ def test_refusals(packed, tmp_path):
     (tmp_path / "same.txt").write_text(text.read_text())
     (tmp_path / "r.json").write_text("[]")
     (tmp_path / "s.json").write_text("{")
+    (tmp_path / "mine.html").write_text("<title>about lowbit</title>")
     for arguments, message in (
         (
             (FLOAT, tmp_path / "r.pdf"),
@@ -247,6 +248,7 @@ def test_refusals(packed, tmp_path):
         ((tmp_path / "no", tmp_path / "q.html"), "no is not a directory; expected a float checkpoint"),
         ((packed[0], tmp_path / "q.html"), "is packed already; a report needs the float checkpoint"),
         ((FLOAT, tmp_path / "r.html"), "r.json has no figures of a report; remove it, or choose another name"),
+        ((FLOAT, tmp_path / "mine.html"), "mine.html exists and is not a report of lowbit; choose another name, or delete it"),
         ((FLOAT, tmp_path / "s.html"), "s.json is not JSON: .*; remove it, or choose another name"),
         ((FLOAT, tmp_path / "q.html", "--calibrate", tmp_path / "same.txt"), "are the same text; calibrate on"),
     ):

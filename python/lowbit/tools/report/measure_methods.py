@@ -173,7 +173,7 @@ class _Subject:
     def quality(self, model: torch.nn.Module) -> float:
         if self.language:
             window = self.options.window
-            measured: Perplexity = perplexity(model, self.tokens, window=window, stride=window // 2)
+            measured: Perplexity = perplexity(model, self.tokens, window=window)
             return measured.perplexity
         return self.search_quality(model)[0]
 
@@ -186,7 +186,7 @@ class _Subject:
         """The loss on part of the text, for single layers: nats per token, or 1 - cosine."""
         if self.language:
             tokens = self.tokens[:_SENSITIVITY_TOKENS]
-            measured: Perplexity = perplexity(model, tokens, window=self.options.window, stride=self.options.window // 2)
+            measured: Perplexity = perplexity(model, tokens, window=self.options.window)
             return measured.nats / measured.tokens
         part = self.sentences[:_SENSITIVITY_SENTENCES]
         return 1 - float((self.embeddings(model, part) * self.expected[: len(part)]).sum(1).mean())

@@ -14,6 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(f"matplotlib is not installed ({error}); a report needs it: pip install matplotlib") from error
 
+MARK = '<meta name="generator" content="lowbit report">'  # tells pages of reports from others
 _COLORS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "nearest, 16-bit activations": "#4caf50",
             "importance": "#0f7ba0", "auto": "#b3261e",
             "auto, levels": "#e07a5f", "widths by layer": "#1b1b1b", "widths by layer, distilled": "#1f4e9c",
@@ -246,6 +247,7 @@ def render(figures: dict[str, Any], command: str) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{MARK}
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
