@@ -141,8 +141,7 @@ struct PlanRun::Implementation {
   const TensorView* shared_cache(const PlanCall& call, int64_t layer, int64_t slot) const {
     const TensorView* const first = cache(call.texts[0], layer, slot);
     for (int64_t t = 1; first != nullptr && t < call.text_count; ++t) {
-      const TensorView* const other = cache(call.texts[t], layer, slot);
-      if (other == nullptr || other->data != first->data) return nullptr;
+      if (cache(call.texts[t], layer, slot)->data != first->data) return nullptr;
     }
     return first;
   }
