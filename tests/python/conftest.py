@@ -41,7 +41,7 @@ def _fixed_seed_and_threads():
     # more.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed() also records a stack for each kind of accelerator
     yield
     torch.set_num_threads(threads)
 

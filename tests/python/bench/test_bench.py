@@ -340,15 +340,11 @@ def test_an_interrupted_run_keeps_its_results(roofs, tmp_path):
     assert len(found["lowbit 4 bits g32"]["samples"]) >= 2 and found["torch float32"]["seconds"] > 0
 
 
-def test_a_wrong_option_in_a_process(roofs):
-    process = run_compare("--roofs", roofs, "--libraries", "torch,nothing")
-    assert process.returncode == 2 and "unknown libraries: nothing" in process.stderr
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (("--libraries", "ggml"), "must include torch"),
+        (("--libraries", "torch,nothing"), "unknown libraries: nothing"),
         (("--shapes", "100x256"), "--shapes"),
         (("--rounds", "0"), "must be 1 or more"),
         (("--roofs", "nowhere/roofs"), "nowhere/roofs does not exist"),

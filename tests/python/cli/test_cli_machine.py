@@ -110,7 +110,7 @@ def test_info():
         assert value in text
 
 
-def test_help_and_info_do_not_import_transformers(run_python):
+def test_help_and_info_do_not_import_transformers(fork_python):
     script = """
 import contextlib, sys
 from lowbit.cli import main
@@ -119,7 +119,7 @@ for sys.argv in (["lowbit", "--help"], ["lowbit", "generate", "--help"], ["lowbi
         main()
 print(sorted({"transformers", "torchao", "executorch"} & set(sys.modules)))
 """
-    assert run_python(script).stdout.endswith("\n[]\n")
+    assert fork_python(script).stdout.endswith("\n[]\n")
 
 
 def test_version():

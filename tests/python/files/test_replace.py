@@ -38,7 +38,7 @@ def test_a_failure_leaves_the_target_unchanged(tmp_path):
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
-def test_a_full_disk(tmp_path, run_python):
+def test_a_full_disk(tmp_path, fork_python):
     """The error names what was written; the system names nothing, and torch's archive writer would end the process."""
     script = """
 import resource, sys, torch
@@ -71,7 +71,7 @@ for write, name in ((text, "a.html"), (package, "a.pt2"), (journal, "packed")):
     except OSError as error:
         print(error)
 """
-    done = run_python(script, tmp_path)
+    done = fork_python(script, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         f"[Errno 27] File too large while {tmp_path / name} was written; {kept} kept. Make room, or choose another place"

@@ -1,6 +1,7 @@
 """lowbit.llm: decoders, compiled and not, generation."""
 
 import copy
+import functools
 import json
 import math
 
@@ -249,8 +250,13 @@ def check_shared_caches(step, decoder):
     torch.testing.assert_close(continued, run(decoder, PROMPT), rtol=0, atol=0.05)
 
 
-def test_torch_compile():
+@pytest.mark.parametrize("machine_code", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_torch_compile(machine_code, monkeypatch):
+    """Whole graphs that are compiled once; without machine code, torch runs the graphs."""
     torch._dynamo.reset()
+    if not machine_code:
+        traced = functools.partial(torch.compile, backend="eager")
+        monkeypatch.setattr(torch, "compile", lambda step, options, **more: traced(step, **more))
     decoder = Decoder(make("llama"), 64)
     step = compile_decoder(decoder, "inductor")
     check_step(step, decoder, 0.05)

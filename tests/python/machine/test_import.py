@@ -35,8 +35,8 @@ def copied(tmp_path) -> Path:
     return package
 
 
-def last_line(run_python, package: Path, before: str = "") -> str:
-    process = run_python(SCRIPT.format(before=before), package.parent)
+def last_line(fork_python, package: Path, before: str = "") -> str:
+    process = fork_python(SCRIPT.format(before=before), package.parent)
     return (process.stdout + process.stderr).strip().splitlines()[-1]
 
 
@@ -45,17 +45,17 @@ def compiled(package: Path, name: str) -> Path:
     return found
 
 
-def test_a_module_of_another_python(run_python, copied):
+def test_a_module_of_another_python(fork_python, copied):
     module = compiled(copied, "_C.")
     module.rename(copied / "_C.cpython-399-riscv64-linux-gnu.so")
-    assert last_line(run_python, copied) == (
+    assert last_line(fork_python, copied) == (
         "ImportError: this lowbit was built for another Python or processor: found _C.cpython-399-riscv64-linux-gnu.so; "
         f"expected {module.name}. Install the wheel for that one, or build lowbit again with `pip install .`."
     )
 
 
-def test_a_whole_copy(run_python, copied):
-    assert last_line(run_python, copied) == "imported"
+def test_a_whole_copy(fork_python, copied):
+    assert last_line(fork_python, copied) == "imported"
 
 
 @pytest.mark.more
@@ -67,25 +67,25 @@ def test_a_whole_copy(run_python, copied):
         ("liblowbit", "lowbit's compiled part does not load: "),
     ],
 )
-def test_a_missing_library(run_python, copied, missing, message):
+def test_a_missing_library(fork_python, copied, missing, message):
     compiled(copied, missing).unlink()
-    line = last_line(run_python, copied)
+    line = last_line(fork_python, copied)
     assert line.startswith(f"ImportError: {message}") and "`pip install .`" in line
 
 
 @pytest.mark.parametrize("broken", ["_C.", "lowbit_torch", "liblowbit"])
-def test_a_broken_library(run_python, copied, broken):
+def test_a_broken_library(fork_python, copied, broken):
     compiled(copied, broken).write_bytes(b"not a library")
-    line = last_line(run_python, copied)
+    line = last_line(fork_python, copied)
     assert line.startswith("ImportError: lowbit's ") and "does not load: " in line and "Build it again" in line
 
 
 @pytest.mark.more
-def test_an_old_torch(run_python, copied):
+def test_an_old_torch(fork_python, copied):
     before = "import os; os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'; import torch; torch.__version__ = "
-    line = last_line(run_python, copied, before + "'2.9.1+cpu'")
+    line = last_line(fork_python, copied, before + "'2.9.1+cpu'")
     assert line == "ImportError: lowbit needs torch >= 2.10; found 2.9.1+cpu"
-    assert last_line(run_python, copied, before + "'3.0.0a0+git1234'") == "imported"
+    assert last_line(fork_python, copied, before + "'3.0.0a0+git1234'") == "imported"
 
 
 def test_a_broken_library_does_not_break_torch(run_python, copied):

@@ -10,8 +10,8 @@ PACKAGE = Path(lowbit.__file__).parent
 PROGRAMS = ("cli/", "serve/grammar_trial.py", "tools/doctor/surfaces.py", "__main__.py")
 
 
-def test_without_configured_logging_a_program_logs_nothing(run_python):
-    process = run_python("import logging, lowbit; logging.getLogger('lowbit.module').warning('not shown')")
+def test_without_configured_logging_a_program_logs_nothing(fork_python):
+    process = fork_python("import logging, lowbit; logging.getLogger('lowbit.module').warning('not shown')")
     assert process.returncode == 0 and process.stderr == "", process.stderr
 
 

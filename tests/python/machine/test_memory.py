@@ -6,7 +6,6 @@ import os
 import pickle
 import platform
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -232,22 +231,20 @@ def test_no_parts_without_numa_placement(system, nodes):
 
 
 @pytest.mark.parametrize("setting", ["local", "interleave", "off", ""])
-def test_the_placement_is_read_from_the_environment(setting):
-    script = "from lowbit import _C; print(_C.memory_placement()[0])"
-    environment = os.environ | {"LOWBIT_NUMA": setting}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == (setting or "local")
+def test_the_placement_is_read_from_the_environment(setting, fork_python, monkeypatch):
+    monkeypatch.setenv("LOWBIT_NUMA", setting)
+    done = fork_python("from lowbit import _C; print(_C.memory_placement()[0])")
+    assert done.stdout.strip() == (setting or "local"), done.stderr
 
 
-def test_an_unknown_placement_is_an_error():
+def test_an_unknown_placement_is_an_error(fork_python, monkeypatch):
     script = (
         "import torch, lowbit\n"
         "weight = lowbit.pack(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1), bits=4, group_size=32)\n"
         "lowbit.linear(torch.ones(1, 32), weight, 16)"
     )
-    environment = os.environ | {"LOWBIT_NUMA": "far"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert "LOWBIT_NUMA is 'far'; expected local, interleave or off" in done.stderr
+    monkeypatch.setenv("LOWBIT_NUMA", "far")
+    assert "LOWBIT_NUMA is 'far'; expected local, interleave or off" in fork_python(script).stderr
 
 
 _KEPT = """
@@ -272,10 +269,9 @@ print(resident() - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep memory")
-def test_freed_memory_is_kept():
+def test_freed_memory_is_kept(fork_python):
     def kept(how: str) -> int:
-        done = subprocess.run([sys.executable, "-c", _KEPT, how], check=True, capture_output=True, text=True)
-        return int(done.stdout) * os.sysconf("SC_PAGESIZE")
+        return int(fork_python(_KEPT, how).stdout) * os.sysconf("SC_PAGESIZE")
 
     assert kept("keep") > 64 * MIB and kept("return") < 32 * MIB
 

@@ -318,20 +318,20 @@ def test_none_and_tensors_that_are_not_dense():
     refuses(TypeError, "x has the layout torch.sparse_coo", lowbit.linear, X.to_sparse().requires_grad_(), PACKED, 20)
 
 
-def limited(script: str, run_python, room: int) -> str:
+def limited(script: str, fork_python, room: int) -> str:
     """Output of a script whose process may use only this many bytes of address space in addition to those after its imports."""
     head = "import os, resource, sys, torch, lowbit\ntorch.set_num_threads(1)\n"
     limit = (
         f"size = int(open('/proc/self/statm').read().split()[0]) * os.sysconf('SC_PAGE_SIZE') + {room}\n"
         "resource.setrlimit(resource.RLIMIT_AS, (size, resource.RLIM_INFINITY))\n"
     )
-    process = run_python(head + script.replace("LIMIT\n", limit))
+    process = fork_python(head + script.replace("LIMIT\n", limit))
     assert process.returncode == 0, process.stderr
     return process.stdout
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
-def test_no_memory_is_a_memory_error(run_python):
+def test_no_memory_is_a_memory_error(fork_python):
     # The output with 2 bytes per index fits; the operator's copy with 8 bytes per index does not.
     script = """
 codes = torch.zeros(16, 1, dtype=torch.uint8)
@@ -343,11 +343,11 @@ try:
 except MemoryError as error:
     print(error)
 """
-    assert limited(script, run_python, 1 << 30) == f"no memory for {1 << 28} indices\n"
+    assert limited(script, fork_python, 1 << 30) == f"no memory for {1 << 28} indices\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
-def test_threads_that_cannot_start_are_an_error(run_python):
+def test_threads_that_cannot_start_are_an_error(fork_python):
     script = """
 memory = torch.zeros(64 << 20, dtype=torch.uint8)
 LIMIT
@@ -356,4 +356,4 @@ try:
 except OSError as error:
     print(error)
 """
-    assert limited(script, run_python, 64 << 20).startswith("64 threads cannot be started: ")
+    assert limited(script, fork_python, 64 << 20).startswith("64 threads cannot be started: ")

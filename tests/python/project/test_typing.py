@@ -140,8 +140,8 @@ from lowbit import *
 """
 
 
-def test_names_that_load_lazily_without_their_packages(run_python):
-    result = run_python(LAZY)
+def test_names_that_load_lazily_without_their_packages(fork_python):
+    result = fork_python(LAZY)
     assert result.returncode == 0, result.stderr
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -847,10 +848,14 @@ def test_addresses_of_this_machine():
     assert not any(map(is_local, ("0.0.0.0", "::", "192.168.1.10", "example.org")))
 
 
-def test_the_command(packed, tmp_path):
-    """In a separate process: it prints its address, finishes the running text, and exits."""
+def test_the_command(packed, tmp_path, monkeypatch):
+    """In a separate process, which starts quickly by a plan: it prints its address, finishes the running text, and exits."""
+    monkeypatch.setenv("LOWBIT_PLAN", "1")
+    model = shutil.copytree(packed[0], tmp_path / "model")
+    written = invoke("generate", model, "--prompt", PROMPT, "--max-new-tokens", 1)
+    assert "is written: the next run starts without torch" in written.stderr
     options = ("--port", "0", "--api-key", "k", "--threads", "1", "--max-length", "256", "--template", TINY / "plain.jinja")
-    command = [LOWBIT, "serve", packed[0], *options]
+    command = [LOWBIT, "serve", model, *options]
     with subprocess.Popen(
         list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ONE_THREAD
     ) as process:
@@ -863,7 +868,7 @@ def test_the_command(packed, tmp_path):
             assert match, lines
             client = Client(int(match[1]), "k")
             (card,) = json.loads(client.get("/v1/models"))["data"]
-            assert card["id"] == packed[0].name and card["chat"]
+            assert card["id"] == model.name and card["chat"]
             body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
             with ThreadPoolExecutor(1) as pool:
                 running = pool.submit(client.post, "/v1/completions", **body)

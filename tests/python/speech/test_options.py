@@ -1,5 +1,7 @@
 """Prompts, thresholds, temperatures, languages and word times compared with transformers, and by plans."""
 
+import functools
+import json
 import zlib
 
 import lowbit
@@ -51,6 +53,21 @@ def segments_of(theirs, samples=SAMPLES, **options):
         return_timestamps=True, **options,
     )  # fmt: skip
     return found["segments"][0]
+
+
+@pytest.fixture(scope="module")
+def with_times(theirs):
+    """Segments of transformers with times of tokens, by the attention heads that give them."""
+
+    @functools.cache
+    def found(heads: str) -> list[dict]:
+        theirs[0].generation_config.alignment_heads = json.loads(heads)
+        try:
+            return segments_of(theirs, return_token_timestamps=True)
+        finally:
+            del theirs[0].generation_config.alignment_heads
+
+    return lambda heads: found(json.dumps(heads))
 
 
 def without_last_pair(tokens, model):
@@ -108,16 +125,11 @@ NO_HEADS = [None, [[7, 0]], 5, "ab", {"0": 1}, [[0, 1], 5], [["0", "1"]], [[0, 1
 
 
 @pytest.mark.parametrize("heads", [*HEADS, *NO_HEADS], ids=str)
-def test_times_of_tokens(whisper, theirs, heads):
+def test_times_of_tokens(whisper, theirs, with_times, heads):
     """The positions at which transformers' tokens end; without heads that exist, the upper half of the layers is used."""
-    used = heads if heads in HEADS else [[1, 0], [1, 1]]
+    segments = with_times(heads if heads in HEADS else [[1, 0], [1, 1]])
     model = load_speech_model(whisper)
     model.generation_config.alignment_heads = heads
-    theirs[0].generation_config.alignment_heads = used
-    try:
-        segments = segments_of(theirs, return_token_timestamps=True)
-    finally:
-        del theirs[0].generation_config.alignment_heads
     transcriber = lowbit.speech.Transcriber(model, theirs[1])
     found, ends, follow = [], [], transcriber._token_ends
     transcriber._token_ends = lambda *arguments: ends.append(follow(*arguments)) or ends[-1]

@@ -48,8 +48,11 @@ def generated(model, features, **options):
     return [segment["tokens"].tolist() for segment in result["segments"][0]], result["segments"][0]
 
 
-@pytest.mark.parametrize("config", [None, PACKED, CONVOLUTIONS], ids=["float", "packed", "with convolutions"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("config", "seed"),
+    [(None, 0), (None, 1), (None, 2), (PACKED, 0), (CONVOLUTIONS, 0)],
+    ids=["float, 0", "float, 1", "float, 2", "packed", "with convolutions"],
+)
 def test_the_tokens_are_those_of_transformers(whisper, tmp_path, config, seed):
     """With float layers. The last bits of torch's float operators depend on the CPU and the number of rows, so int8 activations
     may change the token at near ties. With packed layers the logits are compared instead, as in the constructor of

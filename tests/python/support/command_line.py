@@ -44,7 +44,7 @@ def run(*arguments, stdin: str | None = None, cwd: Path | None = None, **environ
     )  # fmt: skip
 
 
-def invoke(*arguments, stdin: str | None = None):
+def invoke(*arguments, stdin: str | bytes | None = None):
     """The same in this process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:

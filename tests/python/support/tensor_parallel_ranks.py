@@ -1,12 +1,17 @@
-"""Runs in three processes of torchrun for test_tensor_parallel.py; each writes its results as JSON.
+"""Runs three ranks for test_tensor_parallel.py; each writes its results as JSON.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 3 tensor_parallel_ranks.py TINY DIRECTORY
+    python tensor_parallel_ranks.py TINY DIRECTORY
+
+The ranks have the environment of torchrun's processes, but are forks, because each would import transformers for seconds.
 
 DIRECTORY: has PACKED and FLOAT checkpoints of some models, and gets the results.
 """
 
 import json
+import os
+import signal
 import sys
+import traceback
 import warnings
 from pathlib import Path
 
@@ -19,6 +24,7 @@ from lowbit.machine.memory import give_back
 from lowbit.tensor_parallel import PARTS, LinearPart, shard_
 from transformers import AutoModelForCausalLM
 
+RANKS = 3
 # Layers of every kind with activations of 16 bits, and layers with the same input that have 8.
 PLANES = ("*q_proj", "*qkv_proj", "*down*", "*head", "*embed*")
 CONFIG = lowbit.LowBitConfig(bits=4, group_size=16, overrides={name: {"activation_bits": 16} for name in PLANES})
@@ -244,7 +250,7 @@ def of_refusals() -> dict:
 def main(tiny, directory) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", f"file://{directory}/group", rank=int(os.environ["RANK"]), world_size=RANKS)
     two = dist.new_group([0, 1])
     ids = torch.arange(3, 30)[None]
     torch.manual_seed(2)
@@ -268,5 +274,29 @@ def main(tiny, directory) -> None:
     dist.destroy_process_group()
 
 
+def fork(rank: int, *arguments) -> int:
+    """Starts a rank; returns its process."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+            main(*arguments)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return child
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ranks = {fork(rank, *sys.argv[1:]) for rank in range(RANKS)}
+    while ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        if status:  # the others would wait for it
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+            sys.exit(1)
