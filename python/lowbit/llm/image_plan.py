@@ -21,9 +21,11 @@ from ..plan.lowering import Lowered
 from ..plan.model_parts import ModelParts, check_hooks
 from ..plan.recording import Unplannable
 from ..plan.running import Caches, Planned, by_slot
-from .decoder import PIECE, Decoder
+from .caches import name_of
+from .decoder import Decoder
 from .planning import Text, lowered_step
 from .proof import ATTENTION_LIMIT, EXACT_LIMIT, TOKENS, Rounding, sample_text
+from .texts_call import PIECE
 
 _DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # which tokens have features, and those of each layer
 _EACH = "per_layer_inputs"  # embeddings of each token for each layer, [1, s, layers, size]
@@ -247,7 +249,7 @@ class ImagePlan:
         """
         count = whole.shape[1]
         ends = sorted({0, count // 2, *range(count // 2, count - count // 4), count})
-        caches = self.arranged(self.make_caches(16, str(self._language.dtype).removeprefix("torch.")))
+        caches = self.arranged(self.make_caches(16, name_of(self._language.dtype)))
         found = [self.run(sample.part(a, b), torch.arange(b - a), [(0, b - a, a, caches)]) for a, b in zip(ends, ends[1:])]
         difference = rounding.difference(torch.cat(found)[None], whole)
         limit = EXACT_LIMIT if rounding.exact else ATTENTION_LIMIT

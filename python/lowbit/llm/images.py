@@ -22,14 +22,14 @@ from ..files.untrusted import check_regular, interpreting, one_line
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
 from ..machine.one_text import OneText
-from ..plan.recording import Unplannable
+from ..plan.recording import Unplannable, reason_of
 from .chat import Chat, sampling_of
-from .decoder import check_call
 from .image_decoder import ImageDecoder, PicturePrompt
 from .image_plan import ImagePlan, Inputs
 from .loading import check_image_type, load_image_model, load_image_processor, stop_tokens
 from .sampling import check_max_length
 from .templates import chat_template, check_control_tokens
+from .token_calls import check_call
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -186,8 +186,8 @@ class ImageStep:
         return None if self.plan_refusal is None else f"{_REASON}: {self.plan_refusal}"
 
     def _drop_plan(self, reason: Exception | str) -> None:
-        known = isinstance(reason, (str, Unplannable, decoding.Refusal))
-        self._plan, self.plan_refusal = None, f"{'' if known else type(reason).__name__ + ': '}{reason}"
+        self._plan = None
+        self.plan_refusal = str(reason) if isinstance(reason, (str, decoding.Refusal)) else reason_of(reason)
         _LOG.info("%s", self.refusal)
 
     @property

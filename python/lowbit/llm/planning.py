@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from ..hf.rotary_tables import computed
-from ..plan.lowering import Lowered, Roles, bytes_of, lowered
+from ..plan.lowering import Lowered, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.plan_builder import Roles, bytes_of
 from ..plan.plan_file import Buffer, Kind, Plan, Slot
-from ..plan.recording import Recording, Sizes, Unplannable, record
+from ..plan.recording import CALLS, Recording, Unplannable, record
 from ..plan.running import Caches, Planned, by_slot
+from .caches import name_of
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Rounding
 
 if TYPE_CHECKING:
     from .decoder import Decoder
 
-# Rows and kept rows of the recorded calls. More than one of each, because torch treats dimensions of size 1 differently.
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))
 
 Text = tuple[int, int, int, Caches]  # range of rows, earlier tokens, caches
 
@@ -46,13 +46,13 @@ def lowered_step(
     """
     recordings: list[Recording] = []
     places: list[tuple[int, int]] = []
-    for rows, kept in _CALLS:
+    for rows, kept in CALLS:
         given, start, layers = inputs(rows, kept), torch.tensor([0]), new_caches()
         count, places = len(given), list(by_slot(layers))
         tensors = [*given, start, *(tensor for layer in layers for tensor in layer)]
         with computed():
             recordings.append(record(partial(run, *given, start, layers), tensors))
-    made = lowered(recordings, Sizes(_CALLS), Roles(count + 1, places, count), state_of(model))
+    made = lowered(recordings, Roles(count + 1, places, count), state_of(model))
     if any(buffer.kind is Kind.INPUT and buffer.index >= count for buffer in made.plan.buffers):
         raise Unplannable("its operators use the number of earlier tokens")
     return made
@@ -161,7 +161,7 @@ class DecoderPlan:
         Raises:
             Unplannable: it is more than rounding.
         """
-        caches = decoder.new_caches(16, str(decoder.model.dtype).removeprefix("torch."))
+        caches = decoder.new_caches(16, name_of(decoder.model.dtype))
         whole = decoder.run(tokens, torch.arange(tokens.shape[1]), torch.tensor([0]), caches.layers)
         result, parts = self._logits(decoder, tokens, caches.cache_type)
         if torch.equal(result, whole):

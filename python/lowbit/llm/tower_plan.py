@@ -19,16 +19,16 @@ from torch.utils import _pytree
 from ..hf import masked
 from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput, observed
-from ..plan.lowering import Roles, lowered
+from ..plan.lowering import lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
-from ..plan.recording import Sizes, Unplannable, record
+from ..plan.plan_builder import Roles
+from ..plan.recording import CALLS, Unplannable, reason_of, record
 from ..plan.running import Caches, Planned
 
 _LOG = logging.getLogger(__name__)
 _NAMES = ("vision_tower", "vision_model", "visual")  # a model's vision tower
 _FIRST = ""  # stands for the name of a positional argument
 _MOST_SIZES = 4
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # all have the same sizes, which do not depend on rows
 # Hidden states may differ from those of the tower's own convolutions and attention by rounding errors, which quantized
 # activations amplify.
 _LIMIT = 0.05
@@ -72,9 +72,7 @@ class _Plan:
             results = _pytree.tree_leaves(_call(own, arguments))
             return [each.clone(memory_format=torch.contiguous_format) for each in results]
 
-        made = lowered(
-            [record(run, [arguments[pictures]], computing=False)] * len(_CALLS), Sizes(_CALLS), Roles(1, []), state_of(own)
-        )
+        made = lowered([record(run, [arguments[pictures]], computing=False)] * len(CALLS), Roles(1, []), state_of(own))
         self._planned, self._no_caches = Planned(made), Caches([], {})
         found = self._run(arguments[pictures])
         for one, two in zip(found, expected, strict=True):
@@ -84,7 +82,7 @@ class _Plan:
         self.first: Any = _pytree.tree_unflatten(found, self._structure)  # the results of this call, taken once
 
     def _run(self, pictures: Tensor) -> list[Tensor]:
-        return self._planned.run([pictures.contiguous()], 1, [(0, _CALLS[0][0], 0, self._no_caches)])
+        return self._planned.run([pictures.contiguous()], 1, [(0, CALLS[0][0], 0, self._no_caches)])
 
     def __call__(self, pictures: Tensor) -> Any:
         return _pytree.tree_unflatten(self._run(pictures), self._structure)
@@ -161,7 +159,7 @@ class PlannedTower:
             return first
         except Exception as reason:  # the tower's own code works as well, so nothing is lost
             self._plans.clear()
-            self.plan_refusal = str(reason) if isinstance(reason, Unplannable) else f"{type(reason).__name__}: {reason}"
+            self.plan_refusal = reason_of(reason)
             _LOG.info("the vision tower runs by transformers' code: %s", self.plan_refusal)
             return None
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..hf.decoding import Unsupported
 from ..hf.fusing import fuse_
 from ..llm.caches import empty_caches, name_of, type_of
-from ..llm.decoder import check_call
-from ..plan.recording import Unplannable
+from ..llm.token_calls import check_call
+from ..plan.recording import Unplannable, reason_of
 from .speech_plan import ListenPlan, SpeechPlan
 
 _TRIAL = 24  # encoder positions in the trial
@@ -116,11 +116,11 @@ class SpeechDecoder(torch.nn.Module):
                 raise Unplannable("its logits differ")
             self.plan = plan
         except Exception as reason:  # the model's own code works as well, so nothing is lost
-            self.plan_refusal = f"{type(reason).__name__}: {reason}"
+            self.plan_refusal = reason_of(reason)
         try:
             self.listen_plan = ListenPlan(self)
         except Exception as reason:
-            self.listen_refusal = f"{type(reason).__name__}: {reason}"
+            self.listen_refusal = reason_of(reason)
 
     def listen(self, features: Tensor | np.ndarray) -> None:
         """Encodes a window of audio and starts a new text.

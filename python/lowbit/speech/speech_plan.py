@@ -12,16 +12,16 @@ from torch import Tensor
 from .. import nn
 from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput
-from ..plan.lowering import Lowered, Roles, lowered
+from ..plan.lowering import Lowered, lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.plan_builder import Roles
 from ..plan.plan_file import Slot
-from ..plan.recording import Sizes, Unplannable, record
+from ..plan.recording import CALLS, Unplannable, record
 from ..plan.running import Caches, Planned
 
 if TYPE_CHECKING:
     from .speech_decoder import SpeechDecoder
 
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens or positions of the recorded calls; the second numbers are not used
 _TRIAL = 24  # positions
 # The encoder's hidden states may differ by rounding from those of its own code, whose convolutions and GELU are torch's;
 # quantized activations amplify it.
@@ -72,11 +72,11 @@ class SpeechPlan(_Plan):
 
     def _lowered(self, decoder: SpeechDecoder) -> Lowered:
         recordings = []
-        for rows, _ in _CALLS:
+        for rows, _ in CALLS:
             inputs = [torch.zeros(1, rows, dtype=torch.int64), torch.tensor([0]), self._heard]
             recordings.append(record(partial(decoder.step, *inputs), [*inputs, *self.last, *self.kept.values()]))
         roles = Roles(3 + len(self.last), list(self.kept), start=1)
-        return lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model))
+        return lowered(recordings, roles, state_of(decoder.model))
 
     def step(self, tokens: Tensor, start: Tensor, last: Tensor) -> list[Tensor]:
         """As :meth:`SpeechDecoder.step`."""
@@ -106,7 +106,7 @@ class ListenPlan(_Plan):
     def _lowered(self, decoder: SpeechDecoder) -> Lowered:
         recordings = []
         at = torch.tensor([0])
-        for rows, _ in _CALLS:
+        for rows, _ in CALLS:
             encoder = _shorter(decoder.model.model.encoder, rows)
             for layer in encoder.layers:
                 attention = layer.self_attn
@@ -116,7 +116,7 @@ class ListenPlan(_Plan):
             features = torch.zeros(1, decoder.mel_bins, 2 * rows, dtype=decoder.model.dtype)
             recordings.append(record(partial(_listen, decoder, encoder, features, at), [features, at, *self.kept.values()]))
         weights = state_of(decoder.model)
-        return lowered(recordings, Sizes(_CALLS), Roles(2, list(self.kept)), weights)
+        return lowered(recordings, Roles(2, list(self.kept)), weights)
 
     def listen(self, features: Tensor) -> Tensor:
         """Stores keys and values of a window; returns the encoder's hidden states."""
