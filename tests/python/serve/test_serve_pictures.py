@@ -194,9 +194,9 @@ def test_clients_that_disconnect(families, monkeypatch):
         for _ in range(6):
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 connection.sendall(head + body)
-                while server._busy != 1 or server._bodies or not most[0]:
+                while server.gate.busy != 1 or server.gate.bodies or not most[0]:
                     time.sleep(0.001)
-            while server._busy:
+            while server.gate.busy:
                 time.sleep(0.001)
         opened.release(50)
         assert ask(port, said("user", "What?", picture(0))).choices
