@@ -65,7 +65,7 @@ PARTS = {
     "tokenizer": Part(files.tokenizer, 2000, 6),
     "ctranslate2": Part(files.ctranslate2, 2000, 6),
     "recordings": Part(files.recordings, 2000, 16),
-    "pictures": Part(files.pictures, 2000, 12),
+    "images": Part(files.images, 2000, 12),
     "multipart": Part(request_bodies.multipart, 2000, 12),
     "requests": Part(request_bodies.requests, 2000, 16),
     "grammars": Part(request_bodies.grammars, 600, 12),

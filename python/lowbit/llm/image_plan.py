@@ -1,7 +1,7 @@
-"""Plans of image-text models: the language model's step over embeddings, which are those of pictures or of tokens.
+"""Plans of image-text models: the language model's step over embeddings, which are those of images or of tokens.
 
 The model's own code computes the embeddings and positions of a prompt, up to the call of its language model, and features for
-inner layers: of pictures (DeepStack), or of all tokens (Gemma 4). A prompt whose call has more than these, such as a mask, runs
+inner layers: of images (DeepStack), or of all tokens (Gemma 4). A prompt whose call has more than these, such as a mask, runs
 by transformers' attention.
 """
 
@@ -98,7 +98,7 @@ class _Language(torch.nn.Module):
         return features.unflatten(-1, (-1, self.each))
 
     def own_logits(self, inputs: Inputs) -> Tensor:
-        """Logits by the model's own code, which takes features of pictures as transformers gives them."""
+        """Logits by the model's own code, which takes features of images as transformers gives them."""
         features: dict[str, Any] = {}
         if self.each:
             features = {_EACH: self.for_each_layer(inputs.features[0])}
@@ -139,7 +139,7 @@ class _Captured(Exception):
 
 
 class _Block(decoding.Texts):
-    """Used in place of caches: those of a text whose next tokens are those of one picture, which attend to each other."""
+    """Used in place of caches: those of a text whose next tokens are those of one image, which attend to each other."""
 
     def __init__(self, start: int, count: int, layers: Sequence[tuple[Tensor, ...]], everywhere: bool):
         """
@@ -166,7 +166,7 @@ class _Block(decoding.Texts):
 
 class ImagePlan:
     """The plan of the language model of an image-text model, and the caches of one text. The model is unchanged, unless the
-    tokens of a picture attend to each other: a decoder then owns its language model."""
+    tokens of an image attend to each other: a decoder then owns its language model."""
 
     def __init__(self, model: Any, max_length: int, cache: str | None = None, blocks: bool = False):
         """
@@ -174,7 +174,7 @@ class ImagePlan:
             model: an image-text model in eval mode.
             max_length: the longest text in tokens.
             cache: the type of the KV cache, as for :class:`lowbit.llm.Decoder`.
-            blocks: whether to take models in which the tokens of a picture attend to each other (:meth:`run_block`).
+            blocks: whether to take models in which the tokens of an image attend to each other (:meth:`run_block`).
 
         Raises:
             Unplannable, ValueError: the model has no plan; the message says why.
@@ -218,7 +218,7 @@ class ImagePlan:
         return found
 
     def _sample(self, tokens: Tensor) -> Inputs:
-        """Inputs like those of a text with pictures: positions that differ between axes, and features of some tokens."""
+        """Inputs like those of a text with images: positions that differ between axes, and features of some tokens."""
         embeddings, rows = self.embed(tokens), torch.arange(tokens.shape[1])
         positions = rows if self.axes == 1 else torch.stack([rows - rows % 3, rows // 2 * 2, rows])
         shown = (rows % 3 == 1)[None, :, None]
@@ -276,7 +276,7 @@ class ImagePlan:
         return self._planned.run([tensor.contiguous() for tensor in tensors], len(keep), texts)[0][0]
 
     def run_block(self, inputs: Inputs, keep: Tensor, start: int, layers: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """Logits [len(keep), vocabulary] of a text's next tokens, which are those of one picture and attend to each other.
+        """Logits [len(keep), vocabulary] of a text's next tokens, which are those of one image and attend to each other.
 
         Args:
             start: the number of earlier tokens.
@@ -320,7 +320,7 @@ class ImagePlan:
         return self._continue(inputs.part(same, count), same)
 
     def captured(self, tokens: Tensor, images: Mapping[str, Any]) -> Inputs:
-        """The inputs of the language model for a prompt, which computes its pictures; raises as :meth:`read`."""
+        """The inputs of the language model for a prompt, which computes its images; raises as :meth:`read`."""
 
         def capture(module: torch.nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
             raise _Captured(arguments if not inputs else {**arguments, "unnamed arguments": inputs})
@@ -360,7 +360,7 @@ class ImagePlan:
         return Inputs(embeddings, positions, features)
 
     def features_of(self, tokens: Tensor, embeddings: Tensor) -> list[Tensor]:
-        """Features for inner layers of tokens [1, s] that belong to no picture."""
+        """Features for inner layers of tokens [1, s] that belong to no image."""
         if self._language.each:
             return [self._language.model.get_per_layer_inputs(tokens, embeddings).flatten(2)]
         return [torch.zeros_like(embeddings) for _ in range(self._features)]

@@ -175,14 +175,14 @@ def as_parts(value: Any) -> Any:
 
 
 class Url(Part):
-    """The address of a picture."""
+    """The address of an image."""
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
 
 
 class Content(Part):
-    """A part of a message: a text or a picture."""
+    """A part of a message: a text or an image."""
 
     type: Literal["text", "image_url"]
     text: str | None = None
@@ -239,8 +239,8 @@ class Message(Part):
         return [part.text for part in self.content or () if part.type == "text" and part.text is not None]
 
     @property
-    def pictures(self) -> list[Url]:
-        """The addresses of its pictures."""
+    def images(self) -> list[Url]:
+        """The addresses of its images."""
         return [part.image_url for part in self.content or () if part.type == "image_url" and part.image_url is not None]
 
     @property
@@ -286,9 +286,9 @@ class Conversation(Body):
         }  # fmt: skip
 
     @property
-    def pictures(self) -> list[Url]:
-        """The addresses of the pictures of all messages."""
-        return [picture for each in self.messages for picture in each.pictures]
+    def images(self) -> list[Url]:
+        """The addresses of the images of all messages."""
+        return [image for each in self.messages for image in each.images]
 
     @property
     def documents(self) -> list[dict[str, Any]]:

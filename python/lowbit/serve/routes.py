@@ -30,12 +30,12 @@ from .errors import ApiError, bad, shortened
 from .events import Events, deltas, reported, unless_gone
 from .forms import read_form
 from .gate import Gate, Origins, no_endpoint
+from .image_conversations import ImageModel, Images, refuse_images
 from .limits import Limits
 from .messages import CountTokens, Messages, MessagesForm
 from .metrics import Metrics
 from .model_list import LanguageModel, decoded
 from .page import HEADERS, PAGE
-from .pictures import PictureModel, Pictures, refuse_pictures
 from .protocol import MOST_TOKENS, Chat, Completion, Conversation, Detokenize, Embeddings, Grammar, Ranking, Tokenize, Writing
 from .responses import Responses, ResponsesForm, Store, answered
 from .speech import MEDIA_TYPES, Listening, SpeechModel, read_recording, refuse_recording
@@ -61,7 +61,7 @@ class Server:
         self._compiler = ThreadPoolExecutor(2, "lowbit-grammars")
         self._stored = Store(limits.stored_bytes)
         self._recordings = asyncio.Semaphore(limits.recordings)
-        self._pictures = Pictures(limits, self.engine, self._read)
+        self._images = Images(limits, self.engine, self._read)
         self.metrics = Metrics(
             {
                 "running_texts": ("Running texts.", lambda: self.engine.running),
@@ -87,7 +87,7 @@ class Server:
                 await asyncio.to_thread(self.engine.stop)
                 for each in (self._reader, self._parser, self._compiler):
                     each.shutdown(cancel_futures=True)
-                self._pictures.close()
+                self._images.close()
 
         posts: dict[str, tuple[Callable[[Any], Awaitable[Response]], type[Body]]] = {
             "/v1/chat/completions": (self._chat, Chat), "/v1/completions": (self._complete, Completion),
@@ -180,7 +180,7 @@ class Server:
         """The tokens of a conversation."""
         asked.check_bytes(model.max_length)
         documents = None if tools is None else tools.documents
-        return await self._pictures.prompt(model, asked, documents)
+        return await self._images.prompt(model, asked, documents)
 
     async def _chat(self, asked: Chat, kind: Callable[[Answers, LanguageModel, Tools | None], Form] = ChatForm) -> Response:
         model, tools = self._writer(asked), read_tools(asked)
@@ -340,7 +340,7 @@ class Server:
         if asked.messages:
             if not isinstance(model, LanguageModel):
                 raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
-            refuse_pictures(asked)
+            refuse_images(asked)
             tokens = await self._conversation(model, asked)
         else:
             text = asked.prompt if asked.content is None else asked.content
@@ -392,4 +392,4 @@ def _card(model: Model) -> dict[str, Any]:
         return card
     parent = {} if model.parent is None else {"parent": model.parent}
     # The page lists only models with "chat".
-    return card | {"chat": model.template is not None, "pictures": isinstance(model, PictureModel), **parent}
+    return card | {"chat": model.template is not None, "images": isinstance(model, ImageModel), **parent}

@@ -254,7 +254,7 @@ def play(events, seconds, reads, end=None):
         sent.append(message)
 
     async def run():
-        response = Events(events(), lambda: server._time(seconds), lambda: sent.append("gone"), lambda: None)
+        response = Events(events(), lambda: server.gate._time(seconds), lambda: sent.append("gone"), lambda: None)
         playing = asyncio.ensure_future(response({"type": "http", "method": "POST"}, receive, send))
         if end is not None:
             await asyncio.sleep(0.05)
@@ -302,7 +302,7 @@ def test_a_timeout_before_the_first_event():
         async def receive():
             await asyncio.Event().wait()
 
-        response = Events(silent(), lambda: server._time(0.05), lambda: None, lambda: None)
+        response = Events(silent(), lambda: server.gate._time(0.05), lambda: None, lambda: None)
         await response({"type": "http", "method": "POST"}, receive, send)
 
     asyncio.run(run())
