@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import nn
 from ..plan.lowering import Lowered, lowered
-from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.model_parts import ModelParts, ModelPlan, check_hooks, state_of
 from ..plan.plan_builder import Roles
 from ..plan.plan_file import Plan
 from ..plan.recording import CALLS, Unplannable, record
@@ -101,7 +101,7 @@ def _channels_last(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tens
     return output.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-class EncoderPlan:
+class EncoderPlan(ModelPlan):
     """The plan of an encoder."""
 
     def __init__(self, model: Any, head: Classifier | Chain | None = None, alone: bool = False):
@@ -266,10 +266,6 @@ class EncoderPlan:
         if length < self.positions and (getattr(config, "sliding_window", None) or 0) >= length:
             raise Unplannable(f"its attention has a window of more than {length} tokens")
         return facts
-
-    def fits(self) -> bool:
-        """Whether the model still has the modules, parameters and hooks that it had."""
-        return self._parts.are_unchanged()
 
     def has_its_memory(self) -> bool:
         """Whether the parameters are still where they were."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..hf import decoding
 from ..plan.lowering import Lowered
-from ..plan.model_parts import ModelParts, check_hooks
+from ..plan.model_parts import ModelParts, ModelPlan, check_hooks
 from ..plan.recording import Unplannable
 from ..plan.running import Caches, Planned, by_slot
 from .caches import name_of
@@ -164,7 +164,7 @@ class _Block(decoding.Texts):
         return torch.cat([*outputs, whole[:, -1:]], 1)
 
 
-class ImagePlan:
+class ImagePlan(ModelPlan):
     """The plan of the language model of an image-text model, and the caches of one text. The model is unchanged, unless the
     tokens of an image attend to each other: a decoder then owns its language model."""
 
@@ -290,10 +290,6 @@ class ImagePlan:
         if self._caches is None:
             self._caches = self.arranged(self.make_caches(self._length, self.cache_type))
         return self.run(inputs, keep, [(0, inputs.embeddings.shape[1], start, self._caches)])
-
-    def fits(self) -> bool:
-        """Whether the language model still has the modules, parameters and hooks that it had."""
-        return self._parts.are_unchanged()
 
     def read(self, tokens: Tensor, images: Mapping[str, Any]) -> Tensor:
         """Begins a text, as :meth:`begin`.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..hf.rotary_tables import computed
 from ..plan.lowering import Lowered, lowered
-from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.model_parts import ModelParts, ModelPlan, check_hooks, state_of
 from ..plan.plan_builder import Roles, bytes_of
 from ..plan.plan_file import Buffer, Kind, Plan, Slot
 from ..plan.recording import CALLS, Recording, Unplannable, record
@@ -73,7 +73,7 @@ def _lowered(decoder: Decoder) -> Lowered:
     return made
 
 
-class DecoderPlan:
+class DecoderPlan(ModelPlan):
     """The plan of a decoder's model; with hidden states as a further result if they are observed."""
 
     def __init__(self, decoder: Decoder):
@@ -95,10 +95,6 @@ class DecoderPlan:
     def measured(self, run: Callable[[], object]) -> dict[str, float]:
         """The seconds that each operator takes in ``run()``."""
         return self._planned.measured(run)
-
-    def fits(self) -> bool:
-        """Whether the model still has the modules, parameters and hooks that it had."""
-        return self._parts.are_unchanged()
 
     @property
     def gives_hidden(self) -> bool:
@@ -187,7 +183,7 @@ class DecoderPlan:
             raise Unplannable("its logits change when hidden states are a result")
 
 
-class MtpPlan:
+class MtpPlan(ModelPlan):
     """The plan of a multi-token prediction head, with the model's embedding and output head."""
 
     def __init__(
@@ -245,10 +241,6 @@ class MtpPlan:
                 difference = float(((one - other).float().norm(dim=-1) / one.float().norm(dim=-1)).median())
                 if not difference <= limit:
                     raise Unplannable(f"its results differ by {difference:.2g} of their size; rounding is below {limit:g}")
-
-    def fits(self) -> bool:
-        """Whether the modules still have the parameters and hooks that they had."""
-        return self._parts.are_unchanged()
 
     def caches(self, layers: Sequence[Sequence[Tensor]]) -> Caches:
         """Caches as the plan uses them; they must stay where they are."""

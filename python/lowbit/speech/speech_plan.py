@@ -13,7 +13,7 @@ from .. import nn
 from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput
 from ..plan.lowering import Lowered, lowered
-from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.model_parts import ModelParts, ModelPlan, check_hooks, state_of
 from ..plan.plan_builder import Roles
 from ..plan.plan_file import Slot
 from ..plan.recording import CALLS, Unplannable, record
@@ -29,7 +29,7 @@ _LISTEN_LIMIT = 0.05
 _SLOTS = (Slot.KEYS, Slot.VALUES, Slot.STATE, Slot.STATE + 1)  # keys and values of the text, and of the encoder's output
 
 
-class _Plan:
+class _Plan(ModelPlan):
     """A plan over the caches of a decoder."""
 
     def __init__(self, decoder: SpeechDecoder):
@@ -50,10 +50,6 @@ class _Plan:
         copy.__dict__ |= {name: deepcopy(value, memo) for name, value in vars(self).items() if name != "_parts"}
         copy._parts = ModelParts(copy._model)
         return copy
-
-    def fits(self) -> bool:
-        """Whether the model still has the parts that it had."""
-        return self._parts.are_unchanged()
 
 
 class SpeechPlan(_Plan):
