@@ -20,8 +20,7 @@ import lowbit
 import torch
 import transformers
 from lowbit.hf import decoding
-from lowbit.llm import Decoder, random_model, shape_config
-from lowbit.llm import decoder as decoder_module
+from lowbit.llm import Decoder, random_model, shape_config, texts_call
 from lowbit.llm.sampling import most_likely
 
 # Ending of a module's class name, and the part that its own time belongs to.
@@ -97,7 +96,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.2-1b")
     parser.add_argument("--layers", type=int, help="layers to run; fewer than the shape has take less time")
     parser.add_argument("--prompt", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--pieces", type=int, nargs="+", default=[decoder_module.PIECE])
+    parser.add_argument("--pieces", type=int, nargs="+", default=[texts_call.PIECE])
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cache", help="type of the KV caches")
@@ -126,7 +125,7 @@ def main() -> None:
         for length in options.prompt:
             prompt = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
             for piece in options.pieces:
-                decoder_module.PIECE = piece
+                texts_call.PIECE = piece
 
                 def read(prompt: torch.Tensor = prompt) -> None:
                     most_likely(decoder(prompt, torch.tensor([0]))[0])

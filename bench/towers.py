@@ -2,7 +2,7 @@
 
     python bench/towers.py [--rounds 7] [--threads 1] [--whisper DIRECTORY]
 
-The tower has the shape of SigLIP base (SmolVLM-500M, Idefics3: 12 layers of 768, pictures of 512 x 512 in patches of 16) and
+The tower has the shape of SigLIP base (SmolVLM-500M, Idefics3: 12 layers of 768, images of 512 x 512 in patches of 16) and
 random weights of 8 bits; its convolution stays float. DIRECTORY is a packed Whisper model, whose encoder reads a window.
 """
 
@@ -33,19 +33,19 @@ class _Model(torch.nn.Module):
 
 
 def _tower() -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A picture by transformers' code, and by the plan."""
+    """An image by transformers' code, and by the plan."""
     torch.manual_seed(0)
     model = _Model().eval()
     lowbit.quantize_(model, lowbit.LinearConfig(8, 32))
-    tower, picture = PlannedTower(model), torch.randn(1, 3, 512, 512)
+    tower, image = PlannedTower(model), torch.randn(1, 3, 512, 512)
 
     def planned() -> None:
         with tower.active():
-            model.vision_tower(pixel_values=picture)
+            model.vision_tower(pixel_values=image)
         if tower.plan_refusal is not None:
             raise SystemExit(f"the tower has no plan: {tower.plan_refusal}")
 
-    return lambda: model.vision_tower(pixel_values=picture), planned
+    return lambda: model.vision_tower(pixel_values=image), planned
 
 
 def _whisper(directory: str) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -85,7 +85,7 @@ Parallel executorch_threads() {
 
 struct Argument {
   const char* name;
-  Tag kind;
+  Tag kind = Tag::Tensor;
   bool may_be_none = false;
 };
 
@@ -105,285 +105,232 @@ Status check_arguments(Span<EValue*> values, const Argument (&arguments)[count])
   return {};
 }
 
-Status run_linear(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
-                                               {"packed_weight", Tag::Tensor},
-                                               {"out_features", Tag::Int},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+// Each operator has a name, its arguments, the number of its first output among them, and a function for checked arguments.
+struct Linear {
+  static constexpr char kName[] = "lowbit::linear.out";
+  static constexpr Argument kArguments[] = {{"x"}, {"packed_weight"}, {"out_features", Tag::Int}, {"out"}};
+  static constexpr size_t kOut = 3;
+  static Status run(Span<EValue*> values) {
+    const TensorView x = tensor_at(values, 0), packed = tensor_at(values, 1);
+    const int64_t out_features = values[2]->toInt();
+    Shape shape;
+    if (Status status = lowbit::linear_shape(x, out_features, &shape); !status.ok()) return status;
+    return lowbit::linear(x, packed, out_features, resized(values[kOut]->toTensor(), shape), executorch_threads());
   }
-  const Tensor &x = values[0]->toTensor(), &packed_weight = values[1]->toTensor();
-  const int64_t out_features = values[2]->toInt();
-  Tensor& out = values[3]->toTensor();
+};
 
-  const TensorView x_view = view_of(x), packed_view = view_of(packed_weight);
-  Shape shape;
-  if (Status status = lowbit::linear_shape(x_view, out_features, &shape); !status.ok()) return status;
-  return lowbit::linear(x_view, packed_view, out_features, resized(out, shape), executorch_threads());
-}
-
-Status run_linears(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
-                                               {"packed_weights", Tag::ListTensor},
-                                               {"out_features", Tag::ListInt},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct Linears {
+  static constexpr char kName[] = "lowbit::linears.out";
+  static constexpr Argument kArguments[] = {
+      {"x"}, {"packed_weights", Tag::ListTensor}, {"out_features", Tag::ListInt}, {"out"}};
+  static constexpr size_t kOut = 3;
+  static Status run(Span<EValue*> values) {
+    const TensorView x = tensor_at(values, 0);
+    const auto weight_list = values[1]->tryToTensorList();
+    const auto size_list = values[2]->tryToIntList();
+    if (!weight_list.ok() || !size_list.ok()) return Status::error("a list has elements of another kind");
+    const ArrayRef<Tensor> packed_weights = *weight_list;
+    const ArrayRef<int64_t> out_features = *size_list;
+    if (packed_weights.size() != out_features.size()) {
+      return Status::error("there are %zu packed_weights and %zu out_features; expected equal numbers", packed_weights.size(),
+                           out_features.size());
+    }
+    const int64_t count = static_cast<int64_t>(out_features.size());
+    Shape shape;
+    if (Status status = lowbit::linears_shape(x, out_features.data(), count, &shape); !status.ok()) return status;
+    TensorView packed[lowbit::kMostMatrices];  // the largest number that linears_shape() accepts
+    for (size_t i = 0; i < packed_weights.size(); ++i) packed[i] = view_of(packed_weights[i]);
+    const TensorView out = resized(values[kOut]->toTensor(), shape);
+    return lowbit::linears(x, packed, out_features.data(), count, out, executorch_threads());
   }
-  const Tensor& x = values[0]->toTensor();
-  const auto weight_list = values[1]->tryToTensorList();
-  const auto size_list = values[2]->tryToIntList();
-  if (!weight_list.ok() || !size_list.ok()) return Status::error("a list has elements of another kind");
-  const ArrayRef<Tensor> packed_weights = *weight_list;
-  const ArrayRef<int64_t> out_features = *size_list;
-  Tensor& out = values[3]->toTensor();
-  if (packed_weights.size() != out_features.size()) {
-    return Status::error("there are %zu packed_weights and %zu out_features; expected equal numbers", packed_weights.size(),
-                         out_features.size());
-  }
+};
 
-  const TensorView x_view = view_of(x);
-  const int64_t count = static_cast<int64_t>(out_features.size());
-  Shape shape;
-  if (Status status = lowbit::linears_shape(x_view, out_features.data(), count, &shape); !status.ok()) return status;
-  TensorView packed[lowbit::kMostMatrices];  // the largest number that linears_shape() accepts
-  for (size_t i = 0; i < packed_weights.size(); ++i) packed[i] = view_of(packed_weights[i]);
-  return lowbit::linears(x_view, packed, out_features.data(), count, resized(out, shape), executorch_threads());
-}
-
-Status run_linear_experts(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
-                                               {"packed_weights", Tag::Tensor},
-                                               {"experts", Tag::Tensor},
-                                               {"out_features", Tag::Int},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct LinearExperts {
+  static constexpr char kName[] = "lowbit::linear_experts.out";
+  static constexpr Argument kArguments[] = {{"x"}, {"packed_weights"}, {"experts"}, {"out_features", Tag::Int}, {"out"}};
+  static constexpr size_t kOut = 4;
+  static Status run(Span<EValue*> values) {
+    const TensorView x = tensor_at(values, 0), packed = tensor_at(values, 1), experts = tensor_at(values, 2);
+    const int64_t out_features = values[3]->toInt();
+    Shape shape;
+    if (Status status = lowbit::linear_experts_shape(x, experts, out_features, &shape); !status.ok()) return status;
+    const TensorView out = resized(values[kOut]->toTensor(), shape);
+    return lowbit::linear_experts(x, packed, experts, out_features, out, executorch_threads());
   }
-  const Tensor &x = values[0]->toTensor(), &packed_weights = values[1]->toTensor(), &experts = values[2]->toTensor();
-  const int64_t out_features = values[3]->toInt();
-  Tensor& out = values[4]->toTensor();
-
-  const TensorView x_view = view_of(x), packed_view = view_of(packed_weights), experts_view = view_of(experts);
-  Shape shape;
-  if (Status status = lowbit::linear_experts_shape(x_view, experts_view, out_features, &shape); !status.ok()) {
-    return status;
-  }
-  return lowbit::linear_experts(x_view, packed_view, experts_view, out_features, resized(out, shape),
-                                executorch_threads());
-}
+};
 
 // The dtype is the output's, which the export has set to `dtype`.
-Status run_embedding(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"indices", Tag::Tensor},
-                                               {"packed_weight", Tag::Tensor},
-                                               {"embedding_dim", Tag::Int},
-                                               {"dtype", Tag::Int, true},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct Embedding {
+  static constexpr char kName[] = "lowbit::embedding.out";
+  static constexpr Argument kArguments[] = {
+      {"indices"}, {"packed_weight"}, {"embedding_dim", Tag::Int}, {"dtype", Tag::Int, true}, {"out"}};
+  static constexpr size_t kOut = 4;
+  static Status run(Span<EValue*> values) {
+    const TensorView indices = tensor_at(values, 0), packed = tensor_at(values, 1);
+    const int64_t embedding_dim = values[2]->toInt();
+    Shape shape;
+    if (Status status = lowbit::embedding_shape(indices, embedding_dim, &shape); !status.ok()) return status;
+    return lowbit::embedding(indices, packed, embedding_dim, resized(values[kOut]->toTensor(), shape), executorch_threads());
   }
-  const Tensor &indices = values[0]->toTensor(), &packed_weight = values[1]->toTensor();
-  const int64_t embedding_dim = values[2]->toInt();
-  Tensor& out = values[4]->toTensor();
-
-  const TensorView indices_view = view_of(indices), packed_view = view_of(packed_weight);
-  Shape shape;
-  if (Status status = lowbit::embedding_shape(indices_view, embedding_dim, &shape); !status.ok()) return status;
-  return lowbit::embedding(indices_view, packed_view, embedding_dim, resized(out, shape), executorch_threads());
-}
+};
 
 // The caches are changed in place, because the export passes the program's buffers as arguments. Window caches are followed by
 // the tensor `held`.
-template <bool kHeld>
-Status run_attention(Span<EValue*> values) {
-  constexpr size_t kCaches = 5, kStart = kHeld ? 6 : 5, kAll = kStart + 6;
-  const Argument both[] = {{"q", Tag::Tensor},       {"k", Tag::Tensor},         {"v", Tag::Tensor},
-                           {"k_cache", Tag::Tensor}, {"v_cache", Tag::Tensor},   {"start", Tag::Tensor},
-                           {"scale", Tag::Double},   {"window", Tag::Int},       {"softcap", Tag::Double},
-                           {"sinks", Tag::Tensor, true}, {"out", Tag::Tensor}};
-  Argument arguments[kAll];
-  for (size_t i = 0; i < kCaches; ++i) arguments[i] = both[i];
-  if (kHeld) arguments[kCaches] = {"held", Tag::Tensor};
-  for (size_t i = kStart; i < kAll; ++i) arguments[i] = both[i - kStart + kCaches];
-  if (Status status = check_arguments(values, arguments); !status.ok()) return status;
-  TensorView views[kStart + 1];
-  for (size_t i = 0; i <= kStart; ++i) views[i] = tensor_at(values, i);
-  const Optional sinks(values[kStart + 4]);
-  const lowbit::Scores scores{values[kStart + 1]->toDouble(), values[kStart + 2]->toInt(), values[kStart + 3]->toDouble(),
-                              sinks.pointer()};
-  Tensor& out = values[kStart + 5]->toTensor();
-  Shape shape;
-  if (Status status = lowbit::attention_shape(views[0], views[2], &shape); !status.ok()) return status;
-  if constexpr (kHeld) {
-    return lowbit::window_attention(views[0], views[1], views[2], views[3], views[4], views[5], views[6], scores,
-                                    resized(out, shape), executorch_threads());
-  } else {
-    return lowbit::attention(views[0], views[1], views[2], views[3], views[4], views[5], scores, resized(out, shape),
-                             executorch_threads());
+struct Attention {
+  static constexpr char kName[] = "lowbit::attention.out";
+  static constexpr Argument kArguments[] = {
+      {"q"}, {"k"}, {"v"}, {"k_cache"}, {"v_cache"}, {"start"}, {"scale", Tag::Double}, {"window", Tag::Int},
+      {"softcap", Tag::Double}, {"sinks", Tag::Tensor, true}, {"out"}};
+  static constexpr size_t kOut = 10;
+  static Status run(Span<EValue*> values) { return run<kOut>(values); }
+
+  template <size_t kLast>
+  static Status run(Span<EValue*> values) {
+    constexpr bool kHeld = kLast == 11;
+    TensorView views[kLast - 4];
+    for (size_t i = 0; i < kLast - 4; ++i) views[i] = tensor_at(values, i);
+    const Optional sinks(values[kLast - 1]);
+    const lowbit::Scores scores{values[kLast - 4]->toDouble(), values[kLast - 3]->toInt(), values[kLast - 2]->toDouble(),
+                                sinks.pointer()};
+    Shape shape;
+    if (Status status = lowbit::attention_shape(views[0], views[2], &shape); !status.ok()) return status;
+    const TensorView out = resized(values[kLast]->toTensor(), shape);
+    if constexpr (kHeld) {
+      return lowbit::window_attention(views[0], views[1], views[2], views[3], views[4], views[5], views[6], scores, out,
+                                      executorch_threads());
+    } else {
+      return lowbit::attention(views[0], views[1], views[2], views[3], views[4], views[5], scores, out, executorch_threads());
+    }
   }
-}
+};
+
+struct WindowAttention {
+  static constexpr char kName[] = "lowbit::window_attention.out";
+  static constexpr Argument kArguments[] = {
+      {"q"}, {"k"}, {"v"}, {"k_cache"}, {"v_cache"}, {"held"}, {"start"}, {"scale", Tag::Double}, {"window", Tag::Int},
+      {"softcap", Tag::Double}, {"sinks", Tag::Tensor, true}, {"out"}};
+  static constexpr size_t kOut = 11;
+  static Status run(Span<EValue*> values) { return Attention::run<kOut>(values); }
+};
 
 // The state is changed in place, like caches.
-Status run_linear_attention(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
-                                               {"k", Tag::Tensor},
-                                               {"v", Tag::Tensor},
-                                               {"decay", Tag::Tensor},
-                                               {"beta", Tag::Tensor, true},
-                                               {"state", Tag::Tensor},
-                                               {"start", Tag::Tensor},
-                                               {"scale", Tag::Double},
-                                               {"norm_epsilon", Tag::Double},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct LinearAttention {
+  static constexpr char kName[] = "lowbit::linear_attention.out";
+  static constexpr Argument kArguments[] = {
+      {"q"}, {"k"}, {"v"}, {"decay"}, {"beta", Tag::Tensor, true}, {"state"}, {"start"}, {"scale", Tag::Double},
+      {"norm_epsilon", Tag::Double}, {"out"}};
+  static constexpr size_t kOut = 9;
+  static Status run(Span<EValue*> values) {
+    const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), v = tensor_at(values, 2);
+    const TensorView decay = tensor_at(values, 3), state = tensor_at(values, 5), start = tensor_at(values, 6);
+    const Optional beta(values[4]);
+    Shape shape;
+    if (Status status = lowbit::linear_attention_shape(q, v, &shape); !status.ok()) return status;
+    const TensorView out = resized(values[kOut]->toTensor(), shape);
+    return lowbit::linear_attention(q, k, v, decay, beta.pointer(), state, start,
+                                    {values[7]->toDouble(), values[8]->toDouble()}, out, executorch_threads());
   }
-  const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), v = tensor_at(values, 2);
-  const TensorView decay = tensor_at(values, 3);
-  const Optional beta(values[4]);
-  const TensorView state = tensor_at(values, 5), start = tensor_at(values, 6);
-  Tensor& out = values[9]->toTensor();
-  Shape shape;
-  if (Status status = lowbit::linear_attention_shape(q, v, &shape); !status.ok()) return status;
-  return lowbit::linear_attention(q, k, v, decay, beta.pointer(), state, start,
-                                  {values[7]->toDouble(), values[8]->toDouble()}, resized(out, shape), executorch_threads());
-}
+};
 
-Status run_short_conv(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
-                                               {"weight", Tag::Tensor},
-                                               {"bias", Tag::Tensor, true},
-                                               {"state", Tag::Tensor},
-                                               {"start", Tag::Tensor},
-                                               {"silu", Tag::Bool},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct ShortConv {
+  static constexpr char kName[] = "lowbit::short_conv.out";
+  static constexpr Argument kArguments[] = {
+      {"x"}, {"weight"}, {"bias", Tag::Tensor, true}, {"state"}, {"start"}, {"silu", Tag::Bool}, {"out"}};
+  static constexpr size_t kOut = 6;
+  static Status run(Span<EValue*> values) {
+    const TensorView x = tensor_at(values, 0), weight = tensor_at(values, 1);
+    const Optional bias(values[2]);
+    const TensorView state = tensor_at(values, 3), start = tensor_at(values, 4);
+    const TensorView out = resized(values[kOut]->toTensor(), x.shape);
+    return lowbit::short_conv(x, weight, bias.pointer(), state, start, values[5]->toBool(), out, executorch_threads());
   }
-  const TensorView x = tensor_at(values, 0), weight = tensor_at(values, 1);
-  const Optional bias(values[2]);
-  const TensorView state = tensor_at(values, 3), start = tensor_at(values, 4);
-  Tensor& out = values[6]->toTensor();
-  return lowbit::short_conv(x, weight, bias.pointer(), state, start, values[5]->toBool(), resized(out, x.shape),
-                            executorch_threads());
-}
+};
 
-Status run_masked_attention(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
-                                               {"k", Tag::Tensor},
-                                               {"v", Tag::Tensor},
-                                               {"bounds", Tag::Tensor, true},
-                                               {"scale", Tag::Double},
-                                               {"softcap", Tag::Double},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct MaskedAttention {
+  static constexpr char kName[] = "lowbit::masked_attention.out";
+  static constexpr Argument kArguments[] = {
+      {"q"}, {"k"}, {"v"}, {"bounds", Tag::Tensor, true}, {"scale", Tag::Double}, {"softcap", Tag::Double}, {"out"}};
+  static constexpr size_t kOut = 6;
+  static Status run(Span<EValue*> values) {
+    const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), v = tensor_at(values, 2);
+    const Optional bounds(values[3]);
+    Shape shape;
+    if (Status status = lowbit::attention_shape(q, v, &shape); !status.ok()) return status;
+    return lowbit::masked_attention(q, k, v, bounds.pointer(), values[4]->toDouble(), values[5]->toDouble(),
+                                    resized(values[kOut]->toTensor(), shape), executorch_threads());
   }
-  const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), v = tensor_at(values, 2);
-  const Optional bounds(values[3]);
-  Tensor& out = values[6]->toTensor();
-  Shape shape;
-  if (Status status = lowbit::attention_shape(q, v, &shape); !status.ok()) return status;
-  return lowbit::masked_attention(q, k, v, bounds.pointer(), values[4]->toDouble(), values[5]->toDouble(),
-                                  resized(out, shape), executorch_threads());
-}
+};
 
-Status run_activate(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
-                                               {"gate", Tag::Tensor, true},
-                                               {"activation", Tag::Int},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct Activate {
+  static constexpr char kName[] = "lowbit::activate.out";
+  static constexpr Argument kArguments[] = {{"x"}, {"gate", Tag::Tensor, true}, {"activation", Tag::Int}, {"out"}};
+  static constexpr size_t kOut = 3;
+  static Status run(Span<EValue*> values) {
+    const TensorView x = tensor_at(values, 0);
+    const Optional gate(values[1]);
+    const TensorView out = resized(values[kOut]->toTensor(), x.shape);
+    return lowbit::activate(x, gate.pointer(), values[2]->toInt(), out, executorch_threads());
   }
-  const TensorView x = tensor_at(values, 0);
-  const Optional gate(values[1]);
-  Tensor& out = values[3]->toTensor();
-  return lowbit::activate(x, gate.pointer(), values[2]->toInt(), resized(out, x.shape), executorch_threads());
-}
+};
 
-Status run_rms_norm(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
-                                               {"weight", Tag::Tensor, true},
-                                               {"epsilon", Tag::Double},
-                                               {"weight_offset", Tag::Double},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct RmsNorm {
+  static constexpr char kName[] = "lowbit::rms_norm.out";
+  static constexpr Argument kArguments[] = {
+      {"x"}, {"weight", Tag::Tensor, true}, {"epsilon", Tag::Double}, {"weight_offset", Tag::Double}, {"out"}};
+  static constexpr size_t kOut = 4;
+  static Status run(Span<EValue*> values) {
+    const TensorView x = tensor_at(values, 0);
+    const Optional weight(values[1]);
+    return lowbit::rms_norm(x, weight.pointer(), values[2]->toDouble(), values[3]->toDouble(),
+                            resized(values[kOut]->toTensor(), x.shape), executorch_threads());
   }
-  const TensorView x = tensor_at(values, 0);
-  const Optional weight(values[1]);
-  Tensor& out = values[4]->toTensor();
-  return lowbit::rms_norm(x, weight.pointer(), values[2]->toDouble(), values[3]->toDouble(),
-                          resized(out, x.shape), executorch_threads());
-}
+};
 
-Status run_layer_norm(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"x", Tag::Tensor},
-                                               {"weight", Tag::Tensor, true},
-                                               {"bias", Tag::Tensor, true},
-                                               {"epsilon", Tag::Double},
-                                               {"out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct LayerNorm {
+  static constexpr char kName[] = "lowbit::layer_norm.out";
+  static constexpr Argument kArguments[] = {
+      {"x"}, {"weight", Tag::Tensor, true}, {"bias", Tag::Tensor, true}, {"epsilon", Tag::Double}, {"out"}};
+  static constexpr size_t kOut = 4;
+  static Status run(Span<EValue*> values) {
+    const TensorView x = tensor_at(values, 0);
+    const Optional weight(values[1]), bias(values[2]);
+    return lowbit::layer_norm(x, weight.pointer(), bias.pointer(), values[3]->toDouble(),
+                              resized(values[kOut]->toTensor(), x.shape), executorch_threads());
   }
-  const TensorView x = tensor_at(values, 0);
-  const Optional weight(values[1]), bias(values[2]);
-  return lowbit::layer_norm(x, weight.pointer(), bias.pointer(), values[3]->toDouble(),
-                            resized(values[4]->toTensor(), x.shape), executorch_threads());
-}
+};
 
-Status run_rotary(Span<EValue*> values) {
-  if (Status status = check_arguments(values, {{"q", Tag::Tensor},
-                                               {"k", Tag::Tensor},
-                                               {"cos", Tag::Tensor},
-                                               {"sin", Tag::Tensor},
-                                               {"heads_dim", Tag::Int},
-                                               {"layout", Tag::Int},
-                                               {"round_once", Tag::Bool},
-                                               {"q_out", Tag::Tensor},
-                                               {"k_out", Tag::Tensor}});
-      !status.ok()) {
-    return status;
+struct Rotary {
+  static constexpr char kName[] = "lowbit::rotary.out";
+  static constexpr Argument kArguments[] = {
+      {"q"}, {"k"}, {"cos"}, {"sin"}, {"heads_dim", Tag::Int}, {"layout", Tag::Int}, {"round_once", Tag::Bool}, {"q_out"},
+      {"k_out"}};
+  static constexpr size_t kOut = 7;
+  static Status run(Span<EValue*> values) {
+    const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), cos = tensor_at(values, 2), sin = tensor_at(values, 3);
+    const TensorView q_out = resized(values[kOut]->toTensor(), q.shape), k_out = resized(values[8]->toTensor(), k.shape);
+    return lowbit::rotary(q, k, cos, sin, values[4]->toInt(), values[5]->toInt(), values[6]->toBool(), q_out, k_out,
+                          executorch_threads());
   }
-  const TensorView q = tensor_at(values, 0), k = tensor_at(values, 1), cos = tensor_at(values, 2), sin = tensor_at(values, 3);
-  const TensorView q_out = resized(values[7]->toTensor(), q.shape), k_out = resized(values[8]->toTensor(), k.shape);
-  return lowbit::rotary(q, k, cos, sin, values[4]->toInt(), values[5]->toInt(), values[6]->toBool(), q_out, k_out,
-                        executorch_threads());
-}
+};
 
-constexpr char kLinear[] = "lowbit::linear.out", kLinears[] = "lowbit::linears.out", kEmbedding[] = "lowbit::embedding.out";
-constexpr char kAttention[] = "lowbit::attention.out", kLinearExperts[] = "lowbit::linear_experts.out";
-constexpr char kWindowAttention[] = "lowbit::window_attention.out";
-constexpr char kLinearAttention[] = "lowbit::linear_attention.out", kShortConv[] = "lowbit::short_conv.out";
-constexpr char kMaskedAttention[] = "lowbit::masked_attention.out";
-constexpr char kActivate[] = "lowbit::activate.out", kRmsNorm[] = "lowbit::rms_norm.out";
-constexpr char kLayerNorm[] = "lowbit::layer_norm.out", kRotary[] = "lowbit::rotary.out";
-
-template <const char* name, Status (*run)(Span<EValue*>), size_t out>
-void kernel(KernelRuntimeContext& context, Span<EValue*> values) {
+template <class Operator>
+void call(KernelRuntimeContext& context, Span<EValue*> values) {
   namespace internal = executorch::runtime::internal;  // as in generated code, for ExecuTorch's profiler
-  const internal::EventTracerProfileOpScope profiled(context.internal_event_tracer(), name);
-  if (Status status = run(values); !status.ok()) return fail(context, name, status);
-  internal::event_tracer_log_evalue(context.internal_event_tracer(), *values[out]);
+  const internal::EventTracerProfileOpScope profiled(context.internal_event_tracer(), Operator::kName);
+  Status status = check_arguments(values, Operator::kArguments);
+  if (status.ok()) status = Operator::run(values);
+  if (!status.ok()) return fail(context, Operator::kName, status);
+  internal::event_tracer_log_evalue(context.internal_event_tracer(), *values[Operator::kOut]);
 }
 
-const Kernel kKernels[] = {Kernel(kLinear, kernel<kLinear, run_linear, 3>),
-                           Kernel(kLinears, kernel<kLinears, run_linears, 3>),
-                           Kernel(kLinearExperts, kernel<kLinearExperts, run_linear_experts, 4>),
-                           Kernel(kEmbedding, kernel<kEmbedding, run_embedding, 4>),
-                           Kernel(kAttention, kernel<kAttention, run_attention<false>, 10>),
-                           Kernel(kWindowAttention, kernel<kWindowAttention, run_attention<true>, 11>),
-                           Kernel(kLinearAttention, kernel<kLinearAttention, run_linear_attention, 9>),
-                           Kernel(kShortConv, kernel<kShortConv, run_short_conv, 6>),
-                           Kernel(kMaskedAttention, kernel<kMaskedAttention, run_masked_attention, 6>),
-                           Kernel(kActivate, kernel<kActivate, run_activate, 3>),
-                           Kernel(kRmsNorm, kernel<kRmsNorm, run_rms_norm, 4>),
-                           Kernel(kLayerNorm, kernel<kLayerNorm, run_layer_norm, 4>),
-                           Kernel(kRotary, kernel<kRotary, run_rotary, 7>)};
+template <class... Operators>
+Error register_all() {
+  const Kernel kernels[] = {Kernel(Operators::kName, call<Operators>)...};
+  return executorch::runtime::register_kernels(Span<const Kernel>(kernels, sizeof...(Operators)));
+}
+
 [[maybe_unused]] const Error registered =
-    executorch::runtime::register_kernels(Span<const Kernel>(kKernels, sizeof kKernels / sizeof *kKernels));
+    register_all<Linear, Linears, LinearExperts, Embedding, Attention, WindowAttention, LinearAttention, ShortConv,
+                 MaskedAttention, Activate, RmsNorm, LayerNorm, Rotary>();
 
 }  // namespace

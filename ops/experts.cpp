@@ -217,10 +217,7 @@ Status check(const TensorView& x, const TensorView& packed, const TensorView& ex
   if (Status status = sme_threads_status(); !status.ok()) return status;
   if (Status status = check_parallel(parallel); !status.ok()) return status;
   if (Status status = linear_experts_shape(x, experts, out_features, &out_shape); !status.ok()) return status;
-  if (Status status = check_memory("x", x); !status.ok()) return status;
-  if (!is_activation_type(x.type)) {
-    return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
-  }
+  if (Status status = check_activations("x", x); !status.ok()) return status;
   if (Status status = check_memory("experts", experts); !status.ok()) return status;
   if (experts.type != ElementType::i64) {
     return Status::error("experts has dtype %s; expected int64", name_of(experts.type));

@@ -298,10 +298,7 @@ Status read_matrices(const TensorView& x, const TensorView* packed, const int64_
                      const TensorView& out, Matrices* matrices) {
   Shape out_shape;
   if (Status status = linears_shape(x, out_features, count, &out_shape); !status.ok()) return status;
-  if (Status status = check_memory("x", x); !status.ok()) return status;
-  if (!is_activation_type(x.type)) {
-    return Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x.type));
-  }
+  if (Status status = check_activations("x", x); !status.ok()) return status;
   const int last = x.shape.ndim - 1;
   for (int64_t i = 0; i < count; ++i) {
     Layout layout;

@@ -26,13 +26,16 @@ using lowbit::view_of;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+std::optional<TensorView> optional_view(const char* name, const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? std::optional(view_of(name, *tensor)) : std::nullopt;
+}
+const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
+
 Tensor linear(const Tensor& x, const Tensor& packed_weight, int64_t out_features) {
   const TensorView x_view = view_of("x", x);
   Shape shape;
   raise_unless_ok(linear_shape(x_view, out_features, &shape));
-  if (!is_activation_type(x_view.type)) {
-    raise_unless_ok(Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x_view.type)));
-  }
+  raise_unless_ok(check_activations("x", x_view));
   const Tensor out = allocate(shape, x.scalar_type());
   raise_unless_ok(lowbit::linear(x_view, view_of("packed_weight", packed_weight), out_features, view_of("out", out),
                                  torch_threads()));
@@ -48,9 +51,7 @@ Tensor linears(const Tensor& x, const std::vector<Tensor>& packed_weights, const
   const int64_t count = static_cast<int64_t>(out_features.size());
   Shape shape;
   raise_unless_ok(linears_shape(x_view, out_features.data(), count, &shape));
-  if (!is_activation_type(x_view.type)) {
-    raise_unless_ok(Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x_view.type)));
-  }
+  raise_unless_ok(check_activations("x", x_view));
   TensorView packed[lowbit::kMostMatrices];
   for (size_t i = 0; i < packed_weights.size(); ++i) packed[i] = view_of("packed_weight", packed_weights[i]);
   const Tensor out = allocate(shape, x.scalar_type());
@@ -63,9 +64,7 @@ Tensor linear_experts(const Tensor& x, const Tensor& packed_weights, const Tenso
   const TensorView x_view = view_of("x", x), experts_view = view_of("experts", experts);
   Shape shape;
   raise_unless_ok(linear_experts_shape(x_view, experts_view, out_features, &shape));
-  if (!is_activation_type(x_view.type)) {
-    raise_unless_ok(Status::error("x has dtype %s; expected float32, bfloat16 or float16", name_of(x_view.type)));
-  }
+  raise_unless_ok(check_activations("x", x_view));
   const Tensor out = allocate(shape, x.scalar_type());
   raise_unless_ok(lowbit::linear_experts(x_view, view_of("packed_weights", packed_weights), experts_view, out_features,
                                          view_of("out", out), torch_threads()));
@@ -96,8 +95,8 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
   const Tensor out = allocate_attended(q, q_view, v_view);
   const TensorView k_cache_view = changed("k_cache", k_cache), v_cache_view = changed("v_cache", v_cache);
-  const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
-  const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
+  const auto sinks_view = optional_view("sinks", sinks);
+  const lowbit::Scores scores{scale, window, softcap, pointer(sinks_view)};
   raise_unless_ok(lowbit::attention(q_view, view_of("k", k), v_view, k_cache_view, v_cache_view,
                                     view_of("start", start), scores, view_of("out", out), torch_threads()));
   return out;
@@ -110,8 +109,8 @@ Tensor window_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
   const Tensor out = allocate_attended(q, q_view, v_view);
   const TensorView k_cache_view = changed("k_cache", k_cache), v_cache_view = changed("v_cache", v_cache);
   const TensorView held_view = changed("held", held);
-  const TensorView sinks_view = sinks.has_value() ? view_of("sinks", *sinks) : TensorView();
-  const lowbit::Scores scores{scale, window, softcap, sinks.has_value() ? &sinks_view : nullptr};
+  const auto sinks_view = optional_view("sinks", sinks);
+  const lowbit::Scores scores{scale, window, softcap, pointer(sinks_view)};
   raise_unless_ok(lowbit::window_attention(q_view, view_of("k", k), v_view, k_cache_view, v_cache_view, held_view,
                                            view_of("start", start), scores, view_of("out", out), torch_threads()));
   return out;
@@ -125,10 +124,10 @@ Tensor linear_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
   raise_unless_ok(linear_attention_shape(q_view, v_view, &shape));
   const Tensor out = allocate(shape, q.scalar_type());
   const TensorView state_view = changed("state", state);
-  const TensorView beta_view = beta.has_value() ? view_of("beta", *beta) : TensorView();
-  raise_unless_ok(lowbit::linear_attention(q_view, view_of("k", k), v_view, view_of("decay", decay),
-                                           beta.has_value() ? &beta_view : nullptr, state_view, view_of("start", start),
-                                           {scale, norm_epsilon}, view_of("out", out), torch_threads()));
+  const auto beta_view = optional_view("beta", beta);
+  raise_unless_ok(lowbit::linear_attention(q_view, view_of("k", k), v_view, view_of("decay", decay), pointer(beta_view),
+                                           state_view, view_of("start", start), {scale, norm_epsilon}, view_of("out", out),
+                                           torch_threads()));
   return out;
 }
 
@@ -137,8 +136,8 @@ Tensor short_conv(const Tensor& x, const Tensor& weight, const std::optional<Ten
   const TensorView x_view = view_of("x", x);
   const Tensor out = allocate(x_view.shape, x.scalar_type());
   const TensorView state_view = changed("state", state);
-  const TensorView bias_view = bias.has_value() ? view_of("bias", *bias) : TensorView();
-  raise_unless_ok(lowbit::short_conv(x_view, view_of("weight", weight), bias.has_value() ? &bias_view : nullptr, state_view,
+  const auto bias_view = optional_view("bias", bias);
+  raise_unless_ok(lowbit::short_conv(x_view, view_of("weight", weight), pointer(bias_view), state_view,
                                      view_of("start", start), silu, view_of("out", out), torch_threads()));
   return out;
 }
@@ -147,37 +146,35 @@ Tensor masked_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                         double softcap) {
   const TensorView q_view = view_of("q", q), v_view = view_of("v", v);
   const Tensor out = allocate_attended(q, q_view, v_view);
-  const TensorView bounds_view = bounds.has_value() ? view_of("bounds", *bounds) : TensorView();
-  raise_unless_ok(lowbit::masked_attention(q_view, view_of("k", k), v_view, bounds.has_value() ? &bounds_view : nullptr, scale,
-                                           softcap, view_of("out", out), torch_threads()));
+  const auto bounds_view = optional_view("bounds", bounds);
+  raise_unless_ok(lowbit::masked_attention(q_view, view_of("k", k), v_view, pointer(bounds_view), scale, softcap,
+                                           view_of("out", out), torch_threads()));
   return out;
 }
 
 Tensor activate(const Tensor& x, const std::optional<Tensor>& gate, int64_t activation) {
   const TensorView x_view = view_of("x", x);
   const Tensor out = allocate(x_view.shape, x.scalar_type());
-  const TensorView gate_view = gate.has_value() ? view_of("gate", *gate) : TensorView();
-  raise_unless_ok(lowbit::activate(x_view, gate.has_value() ? &gate_view : nullptr, activation, view_of("out", out),
-                                   torch_threads()));
+  const auto gate_view = optional_view("gate", gate);
+  raise_unless_ok(lowbit::activate(x_view, pointer(gate_view), activation, view_of("out", out), torch_threads()));
   return out;
 }
 
 Tensor rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double epsilon, double weight_offset) {
   const TensorView x_view = view_of("x", x);
   const Tensor out = allocate(x_view.shape, x.scalar_type());
-  const TensorView weight_view = weight.has_value() ? view_of("weight", *weight) : TensorView();
-  raise_unless_ok(lowbit::rms_norm(x_view, weight.has_value() ? &weight_view : nullptr, epsilon, weight_offset,
-                                   view_of("out", out), torch_threads()));
+  const auto weight_view = optional_view("weight", weight);
+  raise_unless_ok(lowbit::rms_norm(x_view, pointer(weight_view), epsilon, weight_offset, view_of("out", out),
+                                   torch_threads()));
   return out;
 }
 
 Tensor layer_norm(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double epsilon) {
   const TensorView x_view = view_of("x", x);
   const Tensor out = allocate(x_view.shape, x.scalar_type());
-  const TensorView weight_view = weight.has_value() ? view_of("weight", *weight) : TensorView();
-  const TensorView bias_view = bias.has_value() ? view_of("bias", *bias) : TensorView();
-  raise_unless_ok(lowbit::layer_norm(x_view, weight.has_value() ? &weight_view : nullptr,
-                                     bias.has_value() ? &bias_view : nullptr, epsilon, view_of("out", out), torch_threads()));
+  const auto weight_view = optional_view("weight", weight), bias_view = optional_view("bias", bias);
+  raise_unless_ok(lowbit::layer_norm(x_view, pointer(weight_view), pointer(bias_view), epsilon, view_of("out", out),
+                                     torch_threads()));
   return out;
 }
 
@@ -197,18 +194,16 @@ Tensor pack(const Tensor& codes, const Tensor& scales, const std::optional<Tenso
             const std::optional<Tensor>& bias, int64_t bits, int64_t group_size, const std::optional<Tensor>& levels,
             int64_t rotated_inputs) {
   const TensorView codes_view = view_of("codes", codes);
-  std::optional<TensorView> mins_view, bias_view, levels_view;
-  if (mins.has_value()) mins_view = view_of("mins", *mins);
-  if (bias.has_value()) bias_view = view_of("bias", *bias);
-  if (levels.has_value()) levels_view = view_of("levels", *levels);
-  const TensorView* const table = levels_view ? &*levels_view : nullptr;
+  const auto mins_view = optional_view("mins", mins), bias_view = optional_view("bias", bias);
+  const auto levels_view = optional_view("levels", levels);
   Layout layout;
   raise_unless_ok(
-      pack_shape(codes_view, width_of(bits), group_size, mins.has_value(), bias.has_value(), &layout, table, rotated_inputs));
+      pack_shape(codes_view, width_of(bits), group_size, mins.has_value(), bias.has_value(), &layout, pointer(levels_view),
+                 rotated_inputs));
   const Tensor out = allocate({1, {layout.total_bytes}}, ScalarType::Byte);
-  raise_unless_ok(lowbit::pack(codes_view, view_of("scales", scales), mins_view ? &*mins_view : nullptr,
-                               bias_view ? &*bias_view : nullptr, layout.bits, group_size, view_of("out", out),
-                               torch_threads(), table, rotated_inputs));
+  raise_unless_ok(lowbit::pack(codes_view, view_of("scales", scales), pointer(mins_view), pointer(bias_view),
+                               layout.bits, group_size, view_of("out", out), torch_threads(), pointer(levels_view),
+                               rotated_inputs));
   return out;
 }
 
@@ -257,11 +252,8 @@ std::tuple<Tensor, Tensor, Tensor> error_feedback(const Tensor& weights, const T
                                                   const std::optional<Tensor>& mins, const std::optional<Tensor>& levels,
                                                   int64_t bits) {
   const TensorView weights_view = view_of("weights", weights);
-  std::optional<TensorView> pull_view, mins_view, levels_view;
-  if (pull.has_value()) pull_view = view_of("pull", *pull);
-  if (mins.has_value()) mins_view = view_of("mins", *mins);
-  if (levels.has_value()) levels_view = view_of("levels", *levels);
-  const auto pointer = [](const std::optional<TensorView>& view) { return view ? &*view : nullptr; };
+  const auto pull_view = optional_view("pull", pull), mins_view = optional_view("mins", mins);
+  const auto levels_view = optional_view("levels", levels);
   const Tensor values = allocate(weights_view.shape, ScalarType::Float);
   const Tensor out_levels = allocate(weights_view.shape, ScalarType::Float);
   const Tensor errors = allocate(weights_view.shape, ScalarType::Float);
@@ -388,33 +380,26 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LOWBIT_NAMESPACE, library) {
   library.def("unpack(Tensor packed_weight) -> (Tensor codes, Tensor scales, Tensor mins, Tensor bias)");
 }
 
+// Both forms of an operator.
+#define IMPLEMENT(library, name)                \
+  library.impl(#name, TORCH_BOX(&name));        \
+  library.impl(#name ".out", TORCH_BOX(&Into<&name>::run))
+
 namespace {
 
 void implement(torch::stable::detail::StableLibrary& library) {
-  library.impl("linear", TORCH_BOX(&linear));
-  library.impl("linear.out", TORCH_BOX(&Into<&linear>::run));
-  library.impl("linears", TORCH_BOX(&linears));
-  library.impl("linears.out", TORCH_BOX(&Into<&linears>::run));
-  library.impl("linear_experts", TORCH_BOX(&linear_experts));
-  library.impl("linear_experts.out", TORCH_BOX(&Into<&linear_experts>::run));
-  library.impl("embedding", TORCH_BOX(&embedding));
-  library.impl("embedding.out", TORCH_BOX(&Into<&embedding>::run));
-  library.impl("attention", TORCH_BOX(&attention));
-  library.impl("attention.out", TORCH_BOX(&Into<&attention>::run));
-  library.impl("window_attention", TORCH_BOX(&window_attention));
-  library.impl("window_attention.out", TORCH_BOX(&Into<&window_attention>::run));
-  library.impl("linear_attention", TORCH_BOX(&linear_attention));
-  library.impl("linear_attention.out", TORCH_BOX(&Into<&linear_attention>::run));
-  library.impl("short_conv", TORCH_BOX(&short_conv));
-  library.impl("short_conv.out", TORCH_BOX(&Into<&short_conv>::run));
-  library.impl("masked_attention", TORCH_BOX(&masked_attention));
-  library.impl("masked_attention.out", TORCH_BOX(&Into<&masked_attention>::run));
-  library.impl("activate", TORCH_BOX(&activate));
-  library.impl("activate.out", TORCH_BOX(&Into<&activate>::run));
-  library.impl("rms_norm", TORCH_BOX(&rms_norm));
-  library.impl("rms_norm.out", TORCH_BOX(&Into<&rms_norm>::run));
-  library.impl("layer_norm", TORCH_BOX(&layer_norm));
-  library.impl("layer_norm.out", TORCH_BOX(&Into<&layer_norm>::run));
+  IMPLEMENT(library, linear);
+  IMPLEMENT(library, linears);
+  IMPLEMENT(library, linear_experts);
+  IMPLEMENT(library, embedding);
+  IMPLEMENT(library, attention);
+  IMPLEMENT(library, window_attention);
+  IMPLEMENT(library, linear_attention);
+  IMPLEMENT(library, short_conv);
+  IMPLEMENT(library, masked_attention);
+  IMPLEMENT(library, activate);
+  IMPLEMENT(library, rms_norm);
+  IMPLEMENT(library, layer_norm);
   library.impl("rotary", TORCH_BOX(&rotary));
   library.impl("rotary.out", TORCH_BOX(&rotary_out));
   library.impl("pack", TORCH_BOX(&pack));

@@ -114,11 +114,7 @@ Status PlanModel::Implementation::make(const std::string& name, const Memory& by
     return Status::error("%s has a vocabulary of %" PRId64 " tokens and %" PRId64 " positions; expected the plan of a "
                          "language model", name.c_str(), number(plan, "vocabulary"), number(plan, "positions"));
   }
-  for (const PlanStep& step : plan.steps) {
-    const Operand& last = step.operands.back();
-    const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
-    if (is_output) own->output_type = last.type;
-  }
+  own->output_type = type_of_output(plan);
   if (!is_activation_type(own->output_type)) {
     return Status::error("%s has logits of %s; expected floats", name.c_str(), name_of(own->output_type));
   }

@@ -195,17 +195,6 @@ std::vector<std::tuple<std::string, std::string, int64_t>> weights_of(const Plan
   return result;
 }
 
-// The number of the ElementType of a plan's output.
-int output_type_of(const PlanModel& model) {
-  const Plan& plan = model.plan();
-  for (const PlanStep& step : plan.steps) {
-    const Operand& last = step.operands.back();
-    const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
-    if (is_output) return static_cast<int>(last.type);
-  }
-  throw py::value_error("the plan has no output");
-}
-
 void run_model(PlanModel& model, int64_t rows, int64_t kept, const std::vector<Address>& inputs,
                const std::vector<Address>& outputs,
                const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
@@ -275,7 +264,7 @@ void add_plans(py::module_& module) {
       .def_property_readonly("weights", &weights_of)
       .def("measure", &PlanModel::measure)
       .def("times", [](const PlanModel& model) { return named(model.measured()); })
-      .def_property_readonly("output_type", &output_type_of)
+      .def_property_readonly("output_type", [](const PlanModel& model) { return static_cast<int>(type_of_output(model.plan())); })
       .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
       .def("certify", [](PlanModel& model) {
         uint64_t certificate = 0;

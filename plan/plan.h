@@ -118,6 +118,17 @@ struct Plan {
   std::vector<PlanStep> steps;
 };
 
+// The type of a plan's output; float32 if it has none.
+inline ElementType type_of_output(const Plan& plan) {
+  ElementType type = ElementType::f32;
+  for (const PlanStep& step : plan.steps) {
+    const Operand& last = step.operands.back();
+    const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
+    if (is_output) type = last.type;
+  }
+  return type;
+}
+
 LOWBIT_API const char* name_of(Opcode op);
 
 // CRC-32 (ISO 3309), as in zip files, continued from an earlier result.

@@ -14,10 +14,7 @@ namespace lowbit {
 namespace {
 
 Status check_floats(const char* name, const TensorView& tensor, int least_dims) {
-  if (Status status = check_memory(name, tensor); !status.ok()) return status;
-  if (!is_activation_type(tensor.type)) {
-    return Status::error("%s has dtype %s; expected floats", name, name_of(tensor.type));
-  }
+  if (Status status = check_activations(name, tensor); !status.ok()) return status;
   if (tensor.shape.ndim >= least_dims) return {};
   return Status::error("%s has shape %s; expected at least %d dimensions", name, describe(tensor.shape).text, least_dims);
 }
@@ -29,14 +26,7 @@ struct Rows {
   explicit Rows(const TensorView& t)
       : tensor(t), width(t.shape.size[t.shape.ndim - 1]), count(width == 0 ? 0 : t.shape.numel() / width) {}
   int64_t step() const { return tensor.stride[tensor.shape.ndim - 1]; }
-  int64_t offset(int64_t row) const {
-    int64_t result = 0;
-    for (int d = tensor.shape.ndim - 2; d >= 0; --d) {
-      result += row % tensor.shape.size[d] * tensor.stride[d];
-      row /= tensor.shape.size[d];
-    }
-    return result;
-  }
+  int64_t offset(int64_t row) const { return offset_of(tensor, tensor.shape.ndim - 1, row); }
   float value(int64_t offset, int64_t i) const { return load_as_f32(tensor.data, dtype_of(tensor.type), offset + i * step()); }
 };
 
@@ -60,20 +50,31 @@ float fold_lanes(const float* lanes) {
 
 float canonical(float value) { return value == value ? value : float_from_bits(0x7fc00000); }
 
-// The index at this offset, counted from the end if it is negative; false unless it is below `count`.
-bool index_at(const TensorView& indices, int64_t offset, int64_t count, int64_t* index) {
+// Reads the index at this offset, counted from the end if it is negative.
+Status read_index(const TensorView& indices, int64_t offset, int64_t count, int64_t* index) {
   TensorView one = indices;  // ops/check.h's function reads it once, because the owner of the memory may change it meanwhile
   one.data = static_cast<char*>(indices.data) + offset * element_bytes(indices.type);
   one.shape.ndim = 0;
-  *index = lowbit::index_at(one, 0);
+  *index = index_at(one, 0);
   if (*index < 0) *index += count;
-  return *index >= 0 && *index < count;
+  if (*index >= 0 && *index < count) return {};
+  return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, *index, count);
 }
 
 Status check_indices(const char* name, const TensorView& indices) {
   if (Status status = check_memory(name, indices); !status.ok()) return status;
   if (indices.type == ElementType::i64 || indices.type == ElementType::i32) return {};
   return Status::error("%s has dtype %s; expected int64 or int32", name, name_of(indices.type));
+}
+
+// Checks the tensors of gather() and take(); `fits`: whether the numbers of dimensions are possible.
+Status check_indexed(const TensorView& x, const TensorView& indices, const TensorView& out, bool fits) {
+  if (Status status = check_number("x", x); !status.ok()) return status;
+  if (Status status = check_indices("indices", indices); !status.ok()) return status;
+  if (Status status = check_number("out", out); !status.ok()) return status;
+  if (fits && x.shape.ndim >= 1 && x.type == out.type) return {};
+  return Status::error("x is %s %s, indices %s and out %s; expected a dimension and one type", name_of(x.type),
+                       describe(x.shape).text, describe(indices.shape).text, name_of(out.type));
 }
 
 }  // namespace
@@ -228,14 +229,8 @@ Status top(const TensorView& x, const TensorView& values, const TensorView& indi
 }
 
 Status gather(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel&) {
-  if (Status status = check_number("x", x); !status.ok()) return status;
-  if (Status status = check_indices("indices", indices); !status.ok()) return status;
-  if (Status status = check_number("out", out); !status.ok()) return status;
+  if (Status status = check_indexed(x, indices, out, indices.shape.ndim >= 1); !status.ok()) return status;
   if (Status status = check_shape_is("out", out, indices.shape); !status.ok()) return status;
-  if (x.shape.ndim < 1 || indices.shape.ndim < 1 || x.type != out.type) {
-    return Status::error("x is %s %s and out %s %s; expected a dimension and one type", name_of(x.type),
-                         describe(x.shape).text, name_of(out.type), describe(out.shape).text);
-  }
   const Rows inputs(x), places(indices), outputs(out);
   if (Status status = check_shape_is("x", x, without_last(indices.shape, inputs.width)); !status.ok()) return status;
   if (Status status = check_apart({{"out", &out}}, {{"x", &x}, {"indices", &indices}}); !status.ok()) return status;
@@ -244,9 +239,7 @@ Status gather(const TensorView& x, const TensorView& indices, const TensorView& 
     const int64_t from = inputs.offset(row), place = places.offset(row), to = outputs.offset(row);
     for (int64_t i = 0; i < places.width; ++i) {
       int64_t index;
-      if (!index_at(indices, place + i * places.step(), inputs.width, &index)) {
-        return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, inputs.width);
-      }
+      if (Status s = read_index(indices, place + i * places.step(), inputs.width, &index); !s.ok()) return s;
       std::memcpy(static_cast<char*>(out.data) + (to + i * outputs.step()) * bytes,
                   static_cast<const char*>(x.data) + (from + index * inputs.step()) * bytes, static_cast<size_t>(bytes));
     }
@@ -255,15 +248,10 @@ Status gather(const TensorView& x, const TensorView& indices, const TensorView& 
 }
 
 Status take(const TensorView& x, const TensorView& indices, const TensorView& out, const Parallel&) {
-  if (Status status = check_number("x", x); !status.ok()) return status;
-  if (Status status = check_indices("indices", indices); !status.ok()) return status;
-  if (Status status = check_number("out", out); !status.ok()) return status;
+  const bool fits = indices.shape.ndim + x.shape.ndim - 1 <= kMaxDims;
+  if (Status status = check_indexed(x, indices, out, fits); !status.ok()) return status;
   Shape expected = indices.shape;
   TensorView slice = x;
-  if (x.shape.ndim < 1 || expected.ndim + x.shape.ndim - 1 > kMaxDims || x.type != out.type) {
-    return Status::error("x is %s %s and out %s; expected a dimension and one type", name_of(x.type), describe(x.shape).text,
-                         name_of(out.type));
-  }
   for (int d = 1; d < x.shape.ndim; ++d) {
     expected.size[expected.ndim++] = slice.shape.size[d - 1] = x.shape.size[d];
     slice.stride[d - 1] = x.stride[d];
@@ -278,17 +266,11 @@ Status take(const TensorView& x, const TensorView& indices, const TensorView& ou
   const int64_t bytes = element_bytes(x.type);
   const int64_t count = indices.shape.numel();
   for (int64_t i = 0; i < count; ++i) {
-    int64_t index, rest = i, from = 0, to = 0;
-    for (int d = indices.shape.ndim - 1; d >= 0; --d) {
-      from += rest % indices.shape.size[d] * indices.stride[d];
-      to += rest % indices.shape.size[d] * out.stride[d];
-      rest /= indices.shape.size[d];
-    }
-    if (!index_at(indices, from, x.shape.size[0], &index)) {
-      return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, x.shape.size[0]);
-    }
+    int64_t index;
+    const int dims = indices.shape.ndim;
+    if (Status s = read_index(indices, offset_of(indices, dims, i), x.shape.size[0], &index); !s.ok()) return s;
     slice.data = static_cast<char*>(x.data) + index * x.stride[0] * bytes;
-    target.data = static_cast<char*>(out.data) + to * bytes;
+    target.data = static_cast<char*>(out.data) + offset_of(out, dims, i) * bytes;
     if (Status status = copy(slice, target, {}); !status.ok()) return status;
   }
   return {};
@@ -305,9 +287,7 @@ Status scatter(const TensorView& indices, double value, const TensorView& out, c
     const int64_t place = places.offset(row), to = outputs.offset(row);
     for (int64_t i = 0; i < places.width; ++i) {
       int64_t index;
-      if (!index_at(indices, place + i * places.step(), outputs.width, &index)) {
-        return Status::out_of_range("an index is %" PRId64 "; expected less than %" PRId64, index, outputs.width);
-      }
+      if (Status s = read_index(indices, place + i * places.step(), outputs.width, &index); !s.ok()) return s;
       store_from_f32(out.data, dtype_of(out.type), to + index * outputs.step(), static_cast<float>(value));
     }
   }

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from files import GENERATE, save_packed
 from outcomes import OTHER, REFUSED, SAME, TRACEBACK, Found, command, empty, forked, judged, tree
-from serving import COMPLETIONS, Service, completion
+from service import COMPLETIONS, Service, completion
 from sources import gguf_files, run_here, save_llama
 
 _NEW_USER, _NEW_MOUNTS, _READ_ONLY, _REMOUNT = 0x10000000, 0x00020000, 1, 32

@@ -268,9 +268,9 @@ def recordings(room: Path, quick: bool) -> Iterator:
 
 
 @contextlib.contextmanager
-def pictures(room: Path, quick: bool) -> Iterator:
+def images(room: Path, quick: bool) -> Iterator:
     sources.helper("image_models").save_image_model("smolvlm", room / "images")
     action = lambda place: command(  # noqa: E731
         "generate", room / "images", "--image", place / "media", "--prompt", "What?", "--max-new-tokens", 2
     )
-    yield _media(room, sources.pictures(), action)
+    yield _media(room, sources.images(), action)

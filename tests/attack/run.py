@@ -29,10 +29,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import connections
 import disks
 import files
 import planted
-import serving
+import request_bodies
 from outcomes import BAD, OTHER, OUTCOMES, TRACEBACK, Found, empty
 from sources import ROOT
 
@@ -64,13 +65,13 @@ PARTS = {
     "tokenizer": Part(files.tokenizer, 2000, 6),
     "ctranslate2": Part(files.ctranslate2, 2000, 6),
     "recordings": Part(files.recordings, 2000, 16),
-    "pictures": Part(files.pictures, 2000, 12),
-    "multipart": Part(serving.multipart, 2000, 12),
-    "requests": Part(serving.requests, 2000, 16),
-    "grammars": Part(serving.grammars, 600, 12),
-    "http": Part(serving.raw_http, 2000, 60, same=True),
-    "disconnects": Part(serving.disconnects, 600, 12, same=True),
-    "slow": Part(serving.slow_clients, 8, 1, same=True),
+    "images": Part(files.images, 2000, 12),
+    "multipart": Part(request_bodies.multipart, 2000, 12),
+    "requests": Part(request_bodies.requests, 2000, 16),
+    "grammars": Part(request_bodies.grammars, 600, 12),
+    "http": Part(connections.raw_http, 2000, 60, same=True),
+    "disconnects": Part(connections.disconnects, 600, 12, same=True),
+    "slow": Part(connections.slow_clients, 8, 1, same=True),
     "kill-import": Part(disks.kill_import, 150, 3, same=True),
     "kill-calibration": Part(disks.kill_calibration, 60, 1, same=True),
     "kill-server": Part(disks.kill_server, 60, 1, same=True),

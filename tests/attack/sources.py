@@ -156,8 +156,8 @@ def recordings(seconds: float = 0.6) -> dict[str, bytes]:
     return made
 
 
-def pictures() -> dict[str, bytes]:
-    """A picture in each format and in several modes."""
+def images() -> dict[str, bytes]:
+    """An image in each format and in several modes."""
     import PIL.Image
 
     noise = np.random.default_rng(0).integers(0, 255, (40, 60, 4), np.uint8)

@@ -27,7 +27,7 @@ _NEW_TOKENS = 1024
 _HELP = """\
 /reset           starts a new conversation with the same system prompt
 /system TEXT     starts a new conversation with this system prompt, or without one
-/image FILE      shows the model a picture with the next message
+/image FILE      shows the model an image with the next message
 /help            this list
 /quit            ends the chat, as Ctrl-D does
 Ctrl-C stops an answer, or clears the line. Alt-Enter begins a new line. Arrow keys bring earlier messages back."""

@@ -96,7 +96,7 @@ ActivationBits = Annotated[
     typer.Option("--activation-bits", help="8: int8 inputs of packed layers; 16: two int8 planes, which lose next to nothing."),
 ]
 Images = Annotated[
-    list[Path] | None, typer.Option("--image", help="Picture for the model; repeatable. Requires Pillow.", show_default=False)
+    list[Path] | None, typer.Option("--image", help="Image for the model; repeatable. Requires Pillow.", show_default=False)
 ]
 Template = Annotated[
     Path | None, typer.Option("--template", help="Chat template, a Jinja file, instead of the model's.", show_default=False)

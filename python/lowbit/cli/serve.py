@@ -21,8 +21,8 @@ from .output import Output
 
 if TYPE_CHECKING:
     from .. import LowBitConfig
+    from ..serve.image_conversations import ImageModel
     from ..serve.model_list import LanguageModel
-    from ..serve.pictures import PictureModel
     from ..serve.routes import Model
 
 _CONTEXT = 4096  # tokens, unless the model has fewer or --max-length says otherwise
@@ -67,8 +67,8 @@ def serve(
     prefix_memory: Annotated[
         str, typer.Option("--prefix-memory", help="Memory of each model for prefixes of finished texts; 0: none.")
     ] = "512MiB",
-    picture_pixels: Annotated[
-        int | None, typer.Option("--picture-pixels", min=1, help="Scale pictures with more pixels down.", show_default=False)
+    image_pixels: Annotated[
+        int | None, typer.Option("--image-pixels", min=1, help="Scale images with more pixels down.", show_default=False)
     ] = None,
     prefixes: options.Prefixes,
     speculation: options.Speculation,
@@ -80,8 +80,8 @@ def serve(
 ) -> None:
     """Answer requests over HTTP, with OpenAI's and Anthropic's interfaces, until Ctrl-C or SIGTERM."""
     run: Any = _needed()
+    from ..serve.image_conversations import ImageModel
     from ..serve.model_list import LanguageModel
-    from ..serve.pictures import PictureModel
 
     output = Output(False)
     config = quantizing.config()
@@ -99,10 +99,10 @@ def serve(
     text = None if template is None else read_text(template)
     keep_freed_memory()
 
-    wish = _Wish(output, text, config, max_length, threads, cache, draft, at_once, rows, kept, picture_pixels, named)
+    wish = _Wish(output, text, config, max_length, threads, cache, draft, at_once, rows, kept, image_pixels, named)
     loaded = [each for name, path in zip(names, models, strict=True) for each in _load(wish, name, path)]
     for model, guesser in loaded:
-        if isinstance(model, LanguageModel) and not isinstance(model, PictureModel):
+        if isinstance(model, LanguageModel) and not isinstance(model, ImageModel):
             if model.parent is None:  # adapters are float, so their keys and values are not stored
                 model.batch.prefix_cache = prefixes.open_prefix_cache(output, model.batch.decoder, snapshots=True)
             if guesses and (model.parent is None or draft is None):
@@ -202,7 +202,7 @@ def _load(wish: _Wish, name: str, path: Path) -> list[tuple[Model, Any]]:
     output = wish.output
     path, caches = Path(from_hub(output, path) or path), None
     is_text = path.is_file() or not (speech.is_speech(path) or embeddings.is_kind(path))
-    if is_text and path.is_dir() and not wish.adapters and (seeing := _load_with_pictures(wish, name, path)) is not None:
+    if is_text and path.is_dir() and not wish.adapters and (seeing := _load_with_images(wish, name, path)) is not None:
         return [(seeing, None)]
     if is_text and wish.config is None and not wish.adapters:
         try:
@@ -225,36 +225,36 @@ def _load(wish: _Wish, name: str, path: Path) -> list[tuple[Model, Any]]:
     return [(embeddings.load(name, path, **more), None)]
 
 
-def _load_with_pictures(wish: _Wish, name: str, path: Path) -> PictureModel | None:
-    """The model of images and text in a directory; None if it is another one, or is to be served without pictures."""
+def _load_with_images(wish: _Wish, name: str, path: Path) -> ImageModel | None:
+    """The model of images and text in a directory; None if it is another one, or is to be served without images."""
     from ..files.config_json import read_config
 
     if "vision_config" not in read_config(path):  # before transformers is imported, which takes seconds
         return None
     from .. import llm
     from ..llm.images import sees_only, takes_images
-    from ..serve import pictures
+    from ..serve import image_conversations
 
     if not takes_images(path):
         return None
     only, others = sees_only(path), ("draft", "guesses", "prefix_cache")
     if only:
-        options.refuse_unused(f"for {path}, which takes pictures", *others)
+        options.refuse_unused(f"for {path}, which takes images", *others)
     elif (given := next((each for each in others if each in options.on_command_line), None)) is not None:
-        wish.output.note(f"{path} is served without pictures, because of {options.on_command_line[given]}")
+        wish.output.note(f"{path} is served without images, because of {options.on_command_line[given]}")
         return None
     lowbit.load_torch()
     set_threads(wish.threads)
     model = load(wish.output, path, wish.config, images=True)
     try:
-        return pictures.load(
+        return image_conversations.load(
             name, path, model, max_length=wish.length(positions(model)), cache=wish.cache, template=wish.template,
             pixels=wish.pixels, at_once=wish.at_once, rows=wish.rows, prefix_bytes=wish.prefix_bytes,
         )  # fmt: skip
     except llm.Refusal as refusal:
         if only:
             raise ValueError(f"lowbit serve needs lowbit's decoder; {refusal}") from refusal
-        wish.output.note(f"{path} is served without pictures: {refusal}")
+        wish.output.note(f"{path} is served without images: {refusal}")
         return None
 
 

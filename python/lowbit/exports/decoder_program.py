@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .. import _C
 from ..files.plan_facts import check_settings
-from ..llm.decoder import Decoder, check_call
+from ..llm.decoder import Decoder
 from ..llm.loading import stop_tokens
 from ..llm.plan_step import PlanStep
+from ..llm.token_calls import check_call
 from ..machine.one_text import OneText
 from .module import Delegate, described, export_delegates, export_pt2, export_pte, zeros
 from .plan_export import Outline, SessionOutline, plan_with_weights, write_plan

@@ -352,6 +352,28 @@ class Takeover:
             if self.active:
                 self.share_inputs(groups)
 
+    def run(
+        self, model: torch.nn.Module, tokens: Tensor, positions: Tensor, start: Tensor, caches: Any, keep: int | Tensor
+    ) -> Tensor:
+        """Logits of a call; see :meth:`lowbit.llm.Decoder.run`."""
+        arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "logits_to_keep": keep}
+        if self.takes_positions:
+            arguments["position_ids"] = positions[None]
+        if self.call is None:
+            arguments |= {"caches": caches, "start": start}
+        else:
+            self.call.give(caches, start, positions)
+        self.states.give(caches, start)
+        self.positions.now = positions
+        try:
+            logits: Tensor = model(**arguments).logits
+            return logits
+        finally:
+            self.states.clear()
+            self.positions.now = None
+            if self.call is not None:
+                self.call.clear()
+
     def is_whole(self) -> bool:
         """Whether all replacements are still in place."""
         return self.active and all(config._attn_implementation_internal == ATTENTION for config in self._attention)

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from .. import nn
-from ..plan.lowering import Lowered, Roles, lowered
-from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.lowering import Lowered, lowered
+from ..plan.model_parts import ModelParts, ModelPlan, check_hooks, state_of
+from ..plan.plan_builder import Roles
 from ..plan.plan_file import Plan
-from ..plan.recording import Sizes, Unplannable, record
+from ..plan.recording import CALLS, Unplannable, record
 from ..plan.running import Caches, Planned
 from .encoder_heads import Chain, Classifier, is_chain, is_classifier
 from .masked import make_mask, masks_made_by
 from .shared_inputs import SharedInput, observed
 
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens and texts of the calls that are recorded
 _MOST_LENGTHS = 32  # number of text lengths whose bounds are kept
 # Largest number of rows in a call of the plan, except for a longer text, which has a call of its own. With 256 rows MiniLM
 # takes 0.8 to 0.9 of the time of 1024 or more, because a call's activations stay in the second-level cache.
@@ -101,7 +101,7 @@ def _channels_last(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tens
     return output.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-class EncoderPlan:
+class EncoderPlan(ModelPlan):
     """The plan of an encoder."""
 
     def __init__(self, model: Any, head: Classifier | Chain | None = None, alone: bool = False):
@@ -166,7 +166,7 @@ class EncoderPlan:
         for group in groups:
             SharedInput(group)
         recordings, given = [], 0
-        for rows, texts in _CALLS:
+        for rows, texts in CALLS:
             ids = torch.zeros(1, rows, dtype=torch.int64)
             ranges = torch.arange(texts)[:, None] + torch.tensor([0, 1])
             arguments = {"position_ids": torch.arange(rows)[None]}
@@ -176,7 +176,7 @@ class EncoderPlan:
             tensors = [ids, *arguments.values(), ranges, *bounds]
             recordings.append(record(partial(self._packed, model, head, ids, arguments, ranges, bounds), tensors))
             given = len(tensors)
-        return lowered(recordings, Sizes(_CALLS), Roles(given, []), state_of(model if head is None else head))
+        return lowered(recordings, Roles(given, []), state_of(model if head is None else head))
 
     def _packed(
         self, model: Any, head: Any, ids: Tensor, arguments: dict[str, Tensor], ranges: Tensor, bounds: list[Tensor]
@@ -266,10 +266,6 @@ class EncoderPlan:
         if length < self.positions and (getattr(config, "sliding_window", None) or 0) >= length:
             raise Unplannable(f"its attention has a window of more than {length} tokens")
         return facts
-
-    def fits(self) -> bool:
-        """Whether the model still has the modules, parameters and hooks that it had."""
-        return self._parts.are_unchanged()
 
     def has_its_memory(self) -> bool:
         """Whether the parameters are still where they were."""

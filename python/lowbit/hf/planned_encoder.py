@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ..plan.recording import Unplannable
+from ..plan.recording import reason_of
 from .encoder_heads import Chain, Classifier, is_classifier
 from .encoder_plan import EncoderPlan
 from .masked import ATTENTION
@@ -79,7 +79,7 @@ class PlannedEncoder:
         try:
             self.plan = self._made()
         except Exception as reason:  # the model's own code runs, so nothing is lost
-            self._refuse(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
+            self._refuse(reason_of(reason))
 
     @property
     def _config(self) -> Any:

@@ -27,7 +27,7 @@ def without_videos(path: str | os.PathLike[str], tokenizer: Any) -> Any:
             return super().check_argument_for_proper_class(name, argument) if name in parts else None
 
         def __repr__(self) -> str:  # transformers' repr writes all parts as JSON, and is always called
-            return f"{kind.__name__} for pictures"
+            return f"{kind.__name__} for images"
 
     images = transformers.AutoImageProcessor.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     parts = {"image_processor": images, "tokenizer": tokenizer}

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operators.cache_layout import is_state
+from ..operators.cache_layout import states_of
 from ..operators.recurrence import state_shape
 from .rebinding import with_globals
 from .unsupported import Unsupported
@@ -94,12 +94,12 @@ class Mixer:
             return call(tensors, caches.note_state(self.layer, number, shape, dtype), start)
         if not hasattr(caches, "parts"):
             if number == 0:
-                self._own = states_of(caches[self.layer])
+                self._own = states_of([caches[self.layer]])
             return call(tensors, self._own[number], start)
         outputs = []
         for part in caches.parts:
             own = [tensor[:, part.begin : part.end].contiguous() for tensor in tensors]
-            outputs.append(call(own, states_of(part.layers[self.layer])[number], part.start))
+            outputs.append(call(own, states_of([part.layers[self.layer]])[number], part.start))
         return torch.cat(outputs, dim=1)
 
     def conv(
@@ -167,11 +167,6 @@ _FUNCTIONS: dict[str, Callable[[Mixer], Callable[..., Any]]] = {
     "mamba2_chunk_scan": lambda mixer: mixer.mamba2,
 }
 _UNKNOWN = ("mamba_selective_scan",)  # scans for which lowbit has no operator
-
-
-def states_of(layer: tuple[Tensor, ...]) -> list[Tensor]:
-    """The states among the caches of a layer."""
-    return [tensor for tensor in layer if is_state(tensor)]
 
 
 def find(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

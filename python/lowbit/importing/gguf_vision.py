@@ -283,8 +283,8 @@ def _place(family: _Family, name: str, swapped: bool, layers: int) -> Part | Non
     return part._replace(name=f"model.{prefix}{part.name}.{leaf}")
 
 
-def _of_two_pictures(parts: list[Float]) -> Float:
-    """Joins two convolutions over patches, one for each of two pictures, to one over both."""
+def _of_two_images(parts: list[Float]) -> Float:
+    """Joins two convolutions over patches, one for each of two images, to one over both."""
     first, second = parts
     if first.shape != second.shape or len(first.shape) != 4:
         raise ValueError(f"{first.name} has the parts {list(first.shape)} and {list(second.shape)}; expected the same 4 sizes")
@@ -368,7 +368,7 @@ def with_vision(
         if halves and name == halves[0].name:
             if len(halves) != 2 or not all(isinstance(half, Float) for half in halves):
                 raise ValueError(f"{path} has no v.patch_embd.weight and v.patch_embd.weight.1 in floats")
-            tensors.append(_of_two_pictures(halves))
+            tensors.append(_of_two_images(halves))
         elif len(parts) < counts[name]:
             raise ValueError(f"{path} has {len(parts)} of the {counts[name]} parts of {name}")
         else:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..operators.cache_layout import PANEL, can_continue, copy_layer, is_state
+from ..operators.cache_layout import PANEL, can_continue, copy_layer, states_of
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class Caches:
     @property
     def recurrent(self) -> bool:
         """Whether there are states, which depend on all tokens and cannot be truncated."""
-        return any(is_state(tensor) for layer in self.layers for tensor in layer)
+        return bool(states_of(self.layers))
 
     def usable(self, count: int) -> int:
         """``count``, if the first ``count`` tokens can be copied from here, else 0.

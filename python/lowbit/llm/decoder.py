@@ -14,59 +14,22 @@ from torch import Tensor
 from ..hf import decoding
 from ..hf.shared_inputs import observed
 from ..machine.one_text import OneText
-from ..operators.cache_layout import can_continue, copy_layer, is_state, window_length
+from ..operators.cache_layout import can_continue, copy_layer, states_of, window_length
 from ..plan.plan_file import Slot
-from ..plan.recording import Unplannable
+from ..plan.recording import reason_of
+from . import texts_call
 from .caches import Caches, dtypes_of, empty_caches, name_of, type_of
 from .planning import DecoderPlan
 from .proof import EXACT_LIMIT, PIECES_LIMIT, TOKENS, Reference, sample_text
 from .sampling import check_max_length, common, prompt_ids
 from .states import StateKeeper
 from .texts_call import TextsCall, TextsDecoder
+from .token_calls import check_call, pieces
 
 _LOG = logging.getLogger(__name__)
 
 # Called with the number of earlier tokens, the tokens [1, s] of a call, and their hidden states [1, s, size].
 Observer = Callable[[int, Tensor, Tensor], None]
-
-# Prompt tokens computed at a time. With more, activations take so many megabytes that malloc returns them to the system after
-# each use, and every page costs a page fault the next time.
-PIECE = 256
-
-
-def pieces(tokens: Tensor, start: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Splits a call [1, s] into pieces of at most PIECE tokens and nearly equal length; yields each with its start."""
-    for piece in tokens.tensor_split(max(1, -(-tokens.shape[1] // PIECE)), dim=1):
-        yield piece, start
-        start = start + piece.shape[1]
-
-
-def check_call(tokens: Tensor, start: Tensor, vocabulary: int, max_length: int, count: int) -> None:
-    """Checks the arguments of a call, because machine code would ignore invalid ones or crash.
-
-    Args:
-        count: the number of tokens of the text so far.
-
-    Raises:
-        ValueError: tokens are not int64 [1, s], start is not int64 [1], or a token is not in the vocabulary.
-        IndexError: the text is longer than max_length, or start is negative or more than ``count``.
-    """
-    for name, tensor, shape in (("tokens", tokens, "[1, s]"), ("start", start, "[1]")):
-        if tensor.dtype != torch.int64 or tensor.dim() != shape.count(",") + 1 or tensor.shape[0] != 1:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected torch.int64 {shape}")
-    if not tokens.numel():
-        raise ValueError("tokens is torch.int64 [1, 0]; expected at least one token")
-    least, most = (tokens.item(),) * 2 if tokens.numel() == 1 else (int(end) for end in tokens.aminmax())
-    if least < 0 or most >= vocabulary:
-        raise ValueError(f"there is no token {least if least < 0 else most}; expected 0 to {vocabulary - 1}")
-    begin = start.item()
-    if begin < 0 or begin + tokens.shape[1] > max_length:
-        raise IndexError(
-            f"start is {begin} and there are {tokens.shape[1]} tokens; expected a start from 0 and no more than the "
-            f"max_length of {max_length} tokens altogether"
-        )
-    if begin > count:
-        raise IndexError(f"start is {begin}; expected at most {count}, the tokens that came before")
 
 
 class Decoder(torch.nn.Module, TextsDecoder):
@@ -123,7 +86,6 @@ class Decoder(torch.nn.Module, TextsDecoder):
         self.model = model
         self.max_length = max_length
         decoding.give_back(model)
-        self._takeover: decoding.Takeover | None = None
         self.plan_refusal = None if plan else "it is switched off"  # why calls run the model's Python code
         self._plan: DecoderPlan | None = None
         self._plan_caches: Any = None
@@ -169,7 +131,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
         for layer, tensors in enumerate(self._make(self.max_length, self.cache_type)):
             for name, cache in zip(self._names(layer), tensors, strict=True):
                 self.register_buffer(name, cache, persistent=False)
-        states = [tensor for layer in self._caches() for tensor in layer if is_state(tensor)]
+        states = states_of(self._caches())
         self._keeper = StateKeeper(states) if states else None
         unrounded = name_of(self.model.dtype)
 
@@ -182,15 +144,9 @@ class Decoder(torch.nn.Module, TextsDecoder):
         uses = [(layer in self._shapes) + (layer in self._states) for layer in range(self.layers)]
         self.measured = reference.prove(self.run, run_texts, caches, uses)
         if plan:
-            self._make_plan(reference)
+            self._replace_plan(lambda made: self.measured.update(plan=made.prove(self, reference.tokens, reference)))
         if rounds:
             self.measured["cache"] = reference.rounding_of_caches(self.run, self.caches(), self.cache_type)
-
-    def _make_plan(self, reference: Reference) -> None:
-        def prove(plan: DecoderPlan) -> None:
-            self.measured["plan"] = plan.prove(self, reference.tokens, reference)
-
-        self._replace_plan(prove)
 
     def _replace_plan(self, prove: Callable[[DecoderPlan], None]) -> None:
         """Makes calls run a new plan, if it has the model's results."""
@@ -198,7 +154,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
             plan = DecoderPlan(self)
             prove(plan)
         except Exception as reason:  # the model's own code runs, too, so nothing is lost
-            self.drop_plan(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
+            self.drop_plan(reason_of(reason))
         else:
             self._plan, self._plan_caches = plan, plan.caches(self._caches())
 
@@ -267,7 +223,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
         for layer in range(self.layers):
             heads, *widths = self._shapes.get(layer, (0,))
             window = self.window_of(layer, length)
-            room = length if window is None else window_length(window, PIECE)
+            room = length if window is None else window_length(window, texts_call.PIECE)
             tensors = empty_caches(heads, widths, room, cache_type)
             tensors += [] if window is None else [torch.zeros(2, dtype=torch.int64)]
             states = [torch.zeros(shape, dtype=state_dtype) for shape, state_dtype in self._states.get(layer, ())]
@@ -299,12 +255,11 @@ class Decoder(torch.nn.Module, TextsDecoder):
     @property
     def released(self) -> bool:
         """Whether the model no longer belongs to this decoder."""
-        return self._takeover is None or not self._takeover.active
+        return not self._takeover.active
 
     def each_layer_alone(self) -> AbstractContextManager[None]:
         """A context in which each packed layer quantizes its own input, which is fastest for one token; same results."""
         self.check()
-        assert self._takeover is not None
         return self._takeover.each_layer_alone()
 
     def release(self) -> torch.nn.Module:
@@ -315,8 +270,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
         Returns:
             The model.
         """
-        if self._takeover is not None and self._takeover.active:
-            self._takeover.end(self.model)
+        self._takeover.end(self.model)
         for name in [name for name, _ in self.named_buffers(recurse=False)]:
             delattr(self, name)
         self._plan = self._plan_caches = None
@@ -324,7 +278,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
 
     def check(self) -> None:
         """Raises RuntimeError if the decoder was released, or its model changed."""
-        if self._takeover is None or not self._takeover.active:
+        if self.released:
             raise RuntimeError("this decoder was released, or its model taken by a later one; make a new Decoder")
         if not self._takeover.is_whole():
             raise RuntimeError(
@@ -368,25 +322,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
         keep: int | Tensor = 0,
     ) -> Tensor:
         """Logits [1, s, vocabulary] of the last ``keep`` tokens, of all tokens if 0, or of the tokens at these indices."""
-        arguments: dict[str, Any] = {"input_ids": tokens, "use_cache": False, "logits_to_keep": keep}
-        takeover = self._takeover
-        if takeover is None:
-            return self.model(position_ids=positions[None], caches=caches, start=start, **arguments).logits
-        if takeover.takes_positions:
-            arguments["position_ids"] = positions[None]
-        if takeover.call is None:
-            arguments |= {"caches": caches, "start": start}
-        else:
-            takeover.call.give(caches, start, positions)
-        takeover.states.give(caches, start)
-        takeover.positions.now = positions
-        try:
-            return self.model(**arguments).logits
-        finally:
-            takeover.states.clear()
-            takeover.positions.now = None
-            if takeover.call is not None:
-                takeover.call.clear()
+        return self._takeover.run(self.model, tokens, positions, start, caches, keep)
 
     def run_observed(
         self, tokens: Tensor, positions: Tensor, start: Tensor, caches: Any, keep: int | Tensor = 0
@@ -506,8 +442,8 @@ class Decoder(torch.nn.Module, TextsDecoder):
         if prefix is not None and shared:
             caches.copy_from(prefix, shared)
         with torch.inference_mode():
-            for at in range(shared, len(tokens), PIECE):
-                self.run_texts([(caches, tokens[at : at + PIECE])])
+            for at in range(shared, len(tokens), texts_call.PIECE):
+                self.run_texts([(caches, tokens[at : at + texts_call.PIECE])])
         return caches
 
     def begin(self, caches: Caches, tokens: Sequence[int]) -> int:

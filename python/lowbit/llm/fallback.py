@@ -10,9 +10,9 @@ from torch import Tensor
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
 from ..machine.one_text import OneText
-from .decoder import check_call
 from .proof import EXACT_LIMIT, PIECES, TOKENS, Rounding, sample_text
 from .sampling import check_max_length
+from .token_calls import check_call
 
 # Limits for differences, relative to the effect of the preceding text on the logits, as in proof.py. Mamba's caches are wrong
 # by 0.1 after a second prompt, so the limit is below that. Caches with larger rounding differences are not used, which only

@@ -72,7 +72,7 @@ class Text:
 
     @property
     def plain(self) -> list[int]:
-        """The prompt with tokens of the vocabulary only: a prompt with pictures has other numbers for their tokens."""
+        """The prompt with tokens of the vocabulary only: a prompt with images has other numbers for their tokens."""
         plain: list[int] = getattr(self.prompt, "plain", self.prompt)
         return plain
 

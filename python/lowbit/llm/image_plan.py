@@ -1,7 +1,7 @@
-"""Plans of image-text models: the language model's step over embeddings, which are those of pictures or of tokens.
+"""Plans of image-text models: the language model's step over embeddings, which are those of images or of tokens.
 
 The model's own code computes the embeddings and positions of a prompt, up to the call of its language model, and features for
-inner layers: of pictures (DeepStack), or of all tokens (Gemma 4). A prompt whose call has more than these, such as a mask, runs
+inner layers: of images (DeepStack), or of all tokens (Gemma 4). A prompt whose call has more than these, such as a mask, runs
 by transformers' attention.
 """
 
@@ -18,12 +18,14 @@ from torch import Tensor
 
 from ..hf import decoding
 from ..plan.lowering import Lowered
-from ..plan.model_parts import ModelParts, check_hooks
+from ..plan.model_parts import ModelParts, ModelPlan, check_hooks
 from ..plan.recording import Unplannable
 from ..plan.running import Caches, Planned, by_slot
-from .decoder import PIECE, Decoder
+from .caches import name_of
+from .decoder import Decoder
 from .planning import Text, lowered_step
 from .proof import ATTENTION_LIMIT, EXACT_LIMIT, TOKENS, Rounding, sample_text
+from .texts_call import PIECE
 
 _DEEP = ("visual_pos_masks", "deepstack_visual_embeds")  # which tokens have features, and those of each layer
 _EACH = "per_layer_inputs"  # embeddings of each token for each layer, [1, s, layers, size]
@@ -96,7 +98,7 @@ class _Language(torch.nn.Module):
         return features.unflatten(-1, (-1, self.each))
 
     def own_logits(self, inputs: Inputs) -> Tensor:
-        """Logits by the model's own code, which takes features of pictures as transformers gives them."""
+        """Logits by the model's own code, which takes features of images as transformers gives them."""
         features: dict[str, Any] = {}
         if self.each:
             features = {_EACH: self.for_each_layer(inputs.features[0])}
@@ -137,7 +139,7 @@ class _Captured(Exception):
 
 
 class _Block(decoding.Texts):
-    """Used in place of caches: those of a text whose next tokens are those of one picture, which attend to each other."""
+    """Used in place of caches: those of a text whose next tokens are those of one image, which attend to each other."""
 
     def __init__(self, start: int, count: int, layers: Sequence[tuple[Tensor, ...]], everywhere: bool):
         """
@@ -162,9 +164,9 @@ class _Block(decoding.Texts):
         return torch.cat([*outputs, whole[:, -1:]], 1)
 
 
-class ImagePlan:
+class ImagePlan(ModelPlan):
     """The plan of the language model of an image-text model, and the caches of one text. The model is unchanged, unless the
-    tokens of a picture attend to each other: a decoder then owns its language model."""
+    tokens of an image attend to each other: a decoder then owns its language model."""
 
     def __init__(self, model: Any, max_length: int, cache: str | None = None, blocks: bool = False):
         """
@@ -172,7 +174,7 @@ class ImagePlan:
             model: an image-text model in eval mode.
             max_length: the longest text in tokens.
             cache: the type of the KV cache, as for :class:`lowbit.llm.Decoder`.
-            blocks: whether to take models in which the tokens of a picture attend to each other (:meth:`run_block`).
+            blocks: whether to take models in which the tokens of an image attend to each other (:meth:`run_block`).
 
         Raises:
             Unplannable, ValueError: the model has no plan; the message says why.
@@ -216,7 +218,7 @@ class ImagePlan:
         return found
 
     def _sample(self, tokens: Tensor) -> Inputs:
-        """Inputs like those of a text with pictures: positions that differ between axes, and features of some tokens."""
+        """Inputs like those of a text with images: positions that differ between axes, and features of some tokens."""
         embeddings, rows = self.embed(tokens), torch.arange(tokens.shape[1])
         positions = rows if self.axes == 1 else torch.stack([rows - rows % 3, rows // 2 * 2, rows])
         shown = (rows % 3 == 1)[None, :, None]
@@ -247,7 +249,7 @@ class ImagePlan:
         """
         count = whole.shape[1]
         ends = sorted({0, count // 2, *range(count // 2, count - count // 4), count})
-        caches = self.arranged(self.make_caches(16, str(self._language.dtype).removeprefix("torch.")))
+        caches = self.arranged(self.make_caches(16, name_of(self._language.dtype)))
         found = [self.run(sample.part(a, b), torch.arange(b - a), [(0, b - a, a, caches)]) for a, b in zip(ends, ends[1:])]
         difference = rounding.difference(torch.cat(found)[None], whole)
         limit = EXACT_LIMIT if rounding.exact else ATTENTION_LIMIT
@@ -274,7 +276,7 @@ class ImagePlan:
         return self._planned.run([tensor.contiguous() for tensor in tensors], len(keep), texts)[0][0]
 
     def run_block(self, inputs: Inputs, keep: Tensor, start: int, layers: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """Logits [len(keep), vocabulary] of a text's next tokens, which are those of one picture and attend to each other.
+        """Logits [len(keep), vocabulary] of a text's next tokens, which are those of one image and attend to each other.
 
         Args:
             start: the number of earlier tokens.
@@ -288,10 +290,6 @@ class ImagePlan:
         if self._caches is None:
             self._caches = self.arranged(self.make_caches(self._length, self.cache_type))
         return self.run(inputs, keep, [(0, inputs.embeddings.shape[1], start, self._caches)])
-
-    def fits(self) -> bool:
-        """Whether the language model still has the modules, parameters and hooks that it had."""
-        return self._parts.are_unchanged()
 
     def read(self, tokens: Tensor, images: Mapping[str, Any]) -> Tensor:
         """Begins a text, as :meth:`begin`.
@@ -318,7 +316,7 @@ class ImagePlan:
         return self._continue(inputs.part(same, count), same)
 
     def captured(self, tokens: Tensor, images: Mapping[str, Any]) -> Inputs:
-        """The inputs of the language model for a prompt, which computes its pictures; raises as :meth:`read`."""
+        """The inputs of the language model for a prompt, which computes its images; raises as :meth:`read`."""
 
         def capture(module: torch.nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
             raise _Captured(arguments if not inputs else {**arguments, "unnamed arguments": inputs})
@@ -358,7 +356,7 @@ class ImagePlan:
         return Inputs(embeddings, positions, features)
 
     def features_of(self, tokens: Tensor, embeddings: Tensor) -> list[Tensor]:
-        """Features for inner layers of tokens [1, s] that belong to no picture."""
+        """Features for inner layers of tokens [1, s] that belong to no image."""
         if self._language.each:
             return [self._language.model.get_per_layer_inputs(tokens, embeddings).flatten(2)]
         return [torch.zeros_like(embeddings) for _ in range(self._features)]

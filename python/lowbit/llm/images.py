@@ -22,14 +22,14 @@ from ..files.untrusted import check_regular, interpreting, one_line
 from ..hf import decoding
 from ..hf.continuing import OwnCaches
 from ..machine.one_text import OneText
-from ..plan.recording import Unplannable
+from ..plan.recording import Unplannable, reason_of
 from .chat import Chat, sampling_of
-from .decoder import check_call
-from .image_decoder import ImageDecoder, PicturePrompt
+from .image_decoder import ImageDecoder, ImagePrompt
 from .image_plan import ImagePlan, Inputs
 from .loading import check_image_type, load_image_model, load_image_processor, stop_tokens
 from .sampling import check_max_length
 from .templates import chat_template, check_control_tokens
+from .token_calls import check_call
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -80,13 +80,13 @@ def open_image(path: str | os.PathLike[str]) -> Any:
     path = Path(path)
     check_regular(path)
     if (size := path.stat().st_size) > _MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes; expected a picture of at most {_MOST_BYTES}")
+        raise ValueError(f"{path} has {size} bytes; expected an image of at most {_MOST_BYTES}")
     with open(path, "rb") as file:
         return read_image(file, str(path))
 
 
 def read_image(file: BinaryIO, name: str, most: int = MOST_PIXELS) -> Any:
-    """Reads a picture as :func:`open_image`.
+    """Reads an image as :func:`open_image`.
 
     Args:
         name: the file's name in errors.
@@ -113,11 +113,11 @@ def read_image(file: BinaryIO, name: str, most: int = MOST_PIXELS) -> Any:
     except MemoryError:
         raise
     except pillow.UnidentifiedImageError as error:
-        raise ValueError(f"{name} is not a readable picture; expected {', '.join(_FORMATS)}") from error
+        raise ValueError(f"{name} is not a readable image; expected {', '.join(_FORMATS)}") from error
     except pillow.DecompressionBombError as error:
         raise ValueError(f"{name} has too many pixels: {one_line(error)}; expected at most {most}") from error
     except Exception as error:  # Pillow raises all kinds of exceptions for damaged files
-        raise ValueError(f"{name} is a damaged picture: {one_line(error)}") from error
+        raise ValueError(f"{name} is a damaged image: {one_line(error)}") from error
     raise ValueError(f"{name} has {pixels} pixels; expected at most {most}")
 
 
@@ -173,7 +173,7 @@ class ImageStep:
             self._plan = ImagePlan(model, max_length)
         except Exception as reason:  # transformers' attention works as well, so nothing is lost
             self._drop_plan(reason)
-        self._pictures: ImageDecoder | None = None  # made for the first text whose pictures are computed one by one
+        self._decoder: ImageDecoder | None = None  # made for the first text whose images are computed one by one
         self._shown: Sequence[tuple[bytes, Callable[[], Mapping[str, Any]]]] = ()
         self._text: list[int] = []
         self._planned = 0  # tokens in the plan's caches
@@ -186,14 +186,14 @@ class ImageStep:
         return None if self.plan_refusal is None else f"{_REASON}: {self.plan_refusal}"
 
     def _drop_plan(self, reason: Exception | str) -> None:
-        known = isinstance(reason, (str, Unplannable, decoding.Refusal))
-        self._plan, self.plan_refusal = None, f"{'' if known else type(reason).__name__ + ': '}{reason}"
+        self._plan = None
+        self.plan_refusal = str(reason) if isinstance(reason, (str, decoding.Refusal)) else reason_of(reason)
         _LOG.info("%s", self.refusal)
 
     @property
     def computed(self) -> int:
         """How many images were computed one by one; each is computed once."""
-        return 0 if self._pictures is None else self._pictures.computed
+        return 0 if self._decoder is None else self._decoder.computed
 
     def look(
         self, inputs: Mapping[str, Any], images: Sequence[tuple[bytes, Callable[[], Mapping[str, Any]]]] = ()
@@ -284,13 +284,13 @@ class ImageStep:
         if not (self._shown and self._prompt):
             return None
         try:
-            if self._pictures is None:
-                self._pictures = ImageDecoder(self.model, max(16, self.max_length // 16 * 16), plan=plan)
-            pictures = []
+            if self._decoder is None:
+                self._decoder = ImageDecoder(self.model, max(16, self.max_length // 16 * 16), plan=plan)
+            images = []
             for name, alone in self._shown:
-                known = self._pictures.picture(name)
-                pictures.append(self._pictures.look(name, alone()) if known is None else known)
-            inputs: Inputs = self._pictures.inputs(PicturePrompt(self._prompt, pictures, self._pictures.image_token))
+                known = self._decoder.image(name)
+                images.append(self._decoder.look(name, alone()) if known is None else known)
+            inputs: Inputs = self._decoder.inputs(ImagePrompt(self._prompt, images, self._decoder.image_token))
         except ValueError as reason:
             if isinstance(reason, Unplannable):
                 raise

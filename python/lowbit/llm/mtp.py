@@ -15,10 +15,11 @@ from torch import Tensor
 from ..files.safetensors import files_of, read_files
 from ..hf import decoding
 from ..nn import Packed
-from ..plan.recording import Unplannable
-from .decoder import PIECE, Decoder
+from ..plan.recording import reason_of
+from .decoder import Decoder
 from .planning import MtpPlan
 from .sampling import common, most_likely
+from .texts_call import PIECE
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -83,7 +84,7 @@ class Mtp:
         try:
             self._plan = MtpPlan(self._compute, self._new_caches, modules, self._size, exact)
         except Exception as reason:  # the head's own code runs, too, so nothing is lost
-            self._drop_plan(f"{'' if isinstance(reason, Unplannable) else type(reason).__name__ + ': '}{reason}")
+            self._drop_plan(reason_of(reason))
         else:
             self._planned_caches = self._plan.caches(self._caches)
 

@@ -10,13 +10,12 @@ import numpy
 from .. import _C, __version__
 from ..files.plan_facts import description
 from ..machine.one_text import OneText
-from ..operators.cache_layout import PANEL, Slot, by_slot, can_continue, is_state, stored_width, window_length
+from ..operators.cache_layout import PANEL, Slot, by_slot, can_continue, states_of, stored_width, window_length
 from .caches import CACHES, Caches
 from .sampling import check_max_length
 from .states import StateKeeper
-from .texts_call import TextsCall, TextsDecoder
+from .texts_call import PIECE, TextsCall, TextsDecoder
 
-PIECE = 256  # prompt tokens computed at a time, as in :class:`lowbit.llm.Decoder`
 _ALIGNMENT = 128  # of caches; kAlignment in ops/aligned_memory.h
 # The numbers of ElementType in ops/tensor_view.h. numpy has no bfloat16, so uint16 has its bits.
 _ELEMENTS = {"float32": 0, "uint16": 1, "float16": 2, "int64": 5, "int8": 7}
@@ -133,7 +132,7 @@ class PlanDecoder(TextsDecoder):
     def _text(self) -> Caches:
         if self._own is None:
             self._own = self.new_caches(-(-self.max_length // PANEL) * PANEL)
-            states = [array for layer in self._own.layers for array in layer if is_state(array)]
+            states = states_of(self._own.layers)
             self._keeper = StateKeeper(states) if states else None
         return self._own
 

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from ..hf.rotary_tables import computed
-from ..plan.lowering import Lowered, Roles, bytes_of, lowered
-from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.lowering import Lowered, lowered
+from ..plan.model_parts import ModelParts, ModelPlan, check_hooks, state_of
+from ..plan.plan_builder import Roles, bytes_of
 from ..plan.plan_file import Buffer, Kind, Plan, Slot
-from ..plan.recording import Recording, Sizes, Unplannable, record
+from ..plan.recording import CALLS, Recording, Unplannable, record
 from ..plan.running import Caches, Planned, by_slot
+from .caches import name_of
 from .proof import EXACT_LIMIT, PIECES_LIMIT, Rounding
 
 if TYPE_CHECKING:
     from .decoder import Decoder
 
-# Rows and kept rows of the recorded calls. More than one of each, because torch treats dimensions of size 1 differently.
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))
 
 Text = tuple[int, int, int, Caches]  # range of rows, earlier tokens, caches
 
@@ -46,13 +46,13 @@ def lowered_step(
     """
     recordings: list[Recording] = []
     places: list[tuple[int, int]] = []
-    for rows, kept in _CALLS:
+    for rows, kept in CALLS:
         given, start, layers = inputs(rows, kept), torch.tensor([0]), new_caches()
         count, places = len(given), list(by_slot(layers))
         tensors = [*given, start, *(tensor for layer in layers for tensor in layer)]
         with computed():
             recordings.append(record(partial(run, *given, start, layers), tensors))
-    made = lowered(recordings, Sizes(_CALLS), Roles(count + 1, places, count), state_of(model))
+    made = lowered(recordings, Roles(count + 1, places, count), state_of(model))
     if any(buffer.kind is Kind.INPUT and buffer.index >= count for buffer in made.plan.buffers):
         raise Unplannable("its operators use the number of earlier tokens")
     return made
@@ -73,7 +73,7 @@ def _lowered(decoder: Decoder) -> Lowered:
     return made
 
 
-class DecoderPlan:
+class DecoderPlan(ModelPlan):
     """The plan of a decoder's model; with hidden states as a further result if they are observed."""
 
     def __init__(self, decoder: Decoder):
@@ -95,10 +95,6 @@ class DecoderPlan:
     def measured(self, run: Callable[[], object]) -> dict[str, float]:
         """The seconds that each operator takes in ``run()``."""
         return self._planned.measured(run)
-
-    def fits(self) -> bool:
-        """Whether the model still has the modules, parameters and hooks that it had."""
-        return self._parts.are_unchanged()
 
     @property
     def gives_hidden(self) -> bool:
@@ -161,7 +157,7 @@ class DecoderPlan:
         Raises:
             Unplannable: it is more than rounding.
         """
-        caches = decoder.new_caches(16, str(decoder.model.dtype).removeprefix("torch."))
+        caches = decoder.new_caches(16, name_of(decoder.model.dtype))
         whole = decoder.run(tokens, torch.arange(tokens.shape[1]), torch.tensor([0]), caches.layers)
         result, parts = self._logits(decoder, tokens, caches.cache_type)
         if torch.equal(result, whole):
@@ -187,7 +183,7 @@ class DecoderPlan:
             raise Unplannable("its logits change when hidden states are a result")
 
 
-class MtpPlan:
+class MtpPlan(ModelPlan):
     """The plan of a multi-token prediction head, with the model's embedding and output head."""
 
     def __init__(
@@ -245,10 +241,6 @@ class MtpPlan:
                 difference = float(((one - other).float().norm(dim=-1) / one.float().norm(dim=-1)).median())
                 if not difference <= limit:
                     raise Unplannable(f"its results differ by {difference:.2g} of their size; rounding is below {limit:g}")
-
-    def fits(self) -> bool:
-        """Whether the modules still have the parameters and hooks that they had."""
-        return self._parts.are_unchanged()
 
     def caches(self, layers: Sequence[Sequence[Tensor]]) -> Caches:
         """Caches as the plan uses them; they must stay where they are."""

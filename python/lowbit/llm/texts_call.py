@@ -11,6 +11,10 @@ from ..operators.cache_layout import SPAN, first_held
 from .caches import CACHES, Caches
 from .sampling import token_ids
 
+# Prompt tokens computed at a time. With more, activations take so many megabytes that malloc returns them to the system after
+# each use, and every page costs a page fault the next time.
+PIECE = 256
+
 
 @dataclass
 class Part:

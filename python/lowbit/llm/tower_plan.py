@@ -1,8 +1,8 @@
 """Plans of vision towers: a call of the tower as one call of C++.
 
-A plan has the sizes of one call, so only towers that take pictures [n, channels, height, width] of few sizes have plans; each
-picture is a call. Towers over patches of pictures of any size run with transformers' code. Making a plan takes about as long as
-two pictures, because the plan and the tower's own code each compute one, and the results are compared.
+A plan has the sizes of one call, so only towers that take images [n, channels, height, width] of few sizes have plans; each
+image is a call. Towers over patches of images of any size run with transformers' code. Making a plan takes about as long as
+two images, because the plan and the tower's own code each compute one, and the results are compared.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.utils import _pytree
 from ..hf import masked
 from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput, observed
-from ..plan.lowering import Roles, lowered
+from ..plan.lowering import lowered
 from ..plan.model_parts import ModelParts, check_hooks, state_of
-from ..plan.recording import Sizes, Unplannable, record
+from ..plan.plan_builder import Roles
+from ..plan.recording import CALLS, Unplannable, reason_of, record
 from ..plan.running import Caches, Planned
 
 _LOG = logging.getLogger(__name__)
 _NAMES = ("vision_tower", "vision_model", "visual")  # a model's vision tower
 _FIRST = ""  # stands for the name of a positional argument
 _MOST_SIZES = 4
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # all have the same sizes, which do not depend on rows
 # Hidden states may differ from those of the tower's own convolutions and attention by rounding errors, which quantized
 # activations amplify.
 _LIMIT = 0.05
@@ -42,18 +42,18 @@ def _call(tower: torch.nn.Module, arguments: Mapping[str, Any]) -> Any:
 class _Plan:
     """The plan of a tower's calls of one size."""
 
-    def __init__(self, tower: torch.nn.Module, arguments: Mapping[str, Any], pictures: str):
+    def __init__(self, tower: torch.nn.Module, arguments: Mapping[str, Any], images: str):
         """
         Args:
-            arguments: the arguments of a call; all but the pictures are the same in every call.
-            pictures: the name of the pictures among the arguments.
+            arguments: the arguments of a call; all but the images are the same in every call.
+            images: the name of the images among the arguments.
 
         Raises:
             Unplannable: there is no plan; the message says why.
             Exception: whatever the tower raises.
         """
         check_hooks(tower)
-        arguments = {**arguments, pictures: arguments[pictures].clone()}  # a tensor of its own
+        arguments = {**arguments, images: arguments[images].clone()}  # a tensor of its own
         with observed(tower) as groups:
             expected, self._structure = _pytree.tree_flatten(_call(tower, arguments))
         if not all(isinstance(each, Tensor) and each.is_floating_point() for each in expected):
@@ -72,22 +72,20 @@ class _Plan:
             results = _pytree.tree_leaves(_call(own, arguments))
             return [each.clone(memory_format=torch.contiguous_format) for each in results]
 
-        made = lowered(
-            [record(run, [arguments[pictures]], computing=False)] * len(_CALLS), Sizes(_CALLS), Roles(1, []), state_of(own)
-        )
+        made = lowered([record(run, [arguments[images]], computing=False)] * len(CALLS), Roles(1, []), state_of(own))
         self._planned, self._no_caches = Planned(made), Caches([], {})
-        found = self._run(arguments[pictures])
+        found = self._run(arguments[images])
         for one, two in zip(found, expected, strict=True):
             difference = float((one - two).float().norm() / two.float().norm())
             if not difference <= _LIMIT:
                 raise Unplannable(f"its results differ by {difference:.2g} of their size; rounding is below {_LIMIT:g}")
         self.first: Any = _pytree.tree_unflatten(found, self._structure)  # the results of this call, taken once
 
-    def _run(self, pictures: Tensor) -> list[Tensor]:
-        return self._planned.run([pictures.contiguous()], 1, [(0, _CALLS[0][0], 0, self._no_caches)])
+    def _run(self, images: Tensor) -> list[Tensor]:
+        return self._planned.run([images.contiguous()], 1, [(0, CALLS[0][0], 0, self._no_caches)])
 
-    def __call__(self, pictures: Tensor) -> Any:
-        return _pytree.tree_unflatten(self._run(pictures), self._structure)
+    def __call__(self, images: Tensor) -> Any:
+        return _pytree.tree_unflatten(self._run(images), self._structure)
 
 
 class PlannedTower:
@@ -131,7 +129,7 @@ class PlannedTower:
             return None
         dims = arguments[floats[0]].dim()
         if dims != 4:
-            self.plan_refusal = f"its pictures have {dims} dimensions; expected [n, channels, height, width]"
+            self.plan_refusal = f"its images have {dims} dimensions; expected [n, channels, height, width]"
             return None
         count = len(arguments[floats[0]])
 
@@ -146,28 +144,28 @@ class PlannedTower:
         flat = [_pytree.tree_leaves(each) for each in results]
         return _pytree.tree_unflatten([torch.cat(each) for each in zip(*flat)], _pytree.tree_structure(results[0]))
 
-    def _one(self, arguments: dict[str, Any], pictures: str) -> Any:
-        """The results of one picture; None if it has no plan."""
+    def _one(self, arguments: dict[str, Any], images: str) -> Any:
+        """The results of one image; None if it has no plan."""
         if self.plan_refusal is not None:
             return None
-        size = tuple((name, _key(value, name == pictures)) for name, value in arguments.items())
+        size = tuple((name, _key(value, name == images)) for name, value in arguments.items())
         if size in self._plans:
-            return self._plans[size](arguments[pictures])
+            return self._plans[size](arguments[images])
         try:
             if len(self._plans) == _MOST_SIZES:
-                raise Unplannable(f"its pictures have more than {_MOST_SIZES} sizes")
-            self._plans[size] = plan = _Plan(self._tower, arguments, pictures)
+                raise Unplannable(f"its images have more than {_MOST_SIZES} sizes")
+            self._plans[size] = plan = _Plan(self._tower, arguments, images)
             first, plan.first = plan.first, None
             return first
         except Exception as reason:  # the tower's own code works as well, so nothing is lost
             self._plans.clear()
-            self.plan_refusal = str(reason) if isinstance(reason, Unplannable) else f"{type(reason).__name__}: {reason}"
+            self.plan_refusal = reason_of(reason)
             _LOG.info("the vision tower runs by transformers' code: %s", self.plan_refusal)
             return None
 
 
-def _key(value: Any, is_picture: bool) -> Any:
-    """The key of a plan: the sizes of pictures, and the values of all other arguments."""
+def _key(value: Any, is_image: bool) -> Any:
+    """The key of a plan: the sizes of images, and the values of all other arguments."""
     if not isinstance(value, Tensor):
         return repr(value)
-    return value.dtype, tuple(value.shape), None if is_picture else tuple(value.flatten().tolist())
+    return value.dtype, tuple(value.shape), None if is_image else tuple(value.flatten().tolist())

@@ -71,3 +71,13 @@ class ModelParts:
     def have_their_memory(self) -> bool:
         """Whether the parameters and buffers are still where they were."""
         return list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+
+
+class ModelPlan:
+    """Base class of plans that belong to a model."""
+
+    _parts: ModelParts
+
+    def fits(self) -> bool:
+        """Whether the model still has the modules, parameters and hooks that it had."""
+        return self._parts.are_unchanged()

@@ -64,6 +64,9 @@ class Extent(NamedTuple):
     def times(self, factor: int) -> Extent:
         return Extent(self.constant * factor, self.per_row * factor, self.per_kept * factor)
 
+    def plus(self, other: Extent) -> Extent:
+        return Extent(*map(sum, zip(self, other)))
+
 
 @dataclass
 class Buffer:

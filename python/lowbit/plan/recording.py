@@ -15,9 +15,18 @@ from torch.utils._pytree import tree_map_only
 
 from .plan_file import Extent
 
+# Rows and kept rows of the recorded calls: three determine how a size depends on them, the fourth one checks it. No call has
+# one row, because torch treats dimensions of size 1 differently.
+CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))
+
 
 class Unplannable(ValueError):
     """A model that has no plan; the message says why."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a model has no plan, from the error of making it."""
+    return str(error) if isinstance(error, Unplannable) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -189,14 +198,9 @@ def record(function: Callable[[], Any], given: Sequence[Tensor], computing: bool
 
 
 class Sizes:
-    """Finds how numbers depend on the rows of recorded calls."""
+    """Finds how numbers depend on the rows of calls, from their values in the recorded ones."""
 
-    def __init__(self, calls: Sequence[tuple[int, int]]):
-        """
-        Args:
-            calls: rows and kept rows of each recording, at least four.
-        """
-        self.calls = calls
+    def __init__(self) -> None:
         self._known: dict[tuple[int, ...], Extent] = {}
 
     def extent(self, values: tuple[int, ...]) -> Extent:
@@ -212,17 +216,15 @@ class Sizes:
     def _find(self, values: tuple[int, ...]) -> Extent:
         if len(set(values)) == 1:
             return Extent(values[0])
-        (r0, k0), (r1, k1), (r2, k2) = self.calls[:3]
+        (r0, k0), (r1, k1), (r2, k2) = CALLS[:3]
         a, b, c, d = r1 - r0, k1 - k0, r2 - r0, k2 - k0
         x, y, determinant = values[1] - values[0], values[2] - values[0], a * d - b * c
         per_row, per_kept = Fraction(x * d - b * y, determinant), Fraction(a * y - x * c, determinant)
         if per_row.denominator == per_kept.denominator == 1:
             found = Extent(values[0] - int(per_row) * r0 - int(per_kept) * k0, int(per_row), int(per_kept))
-            if all(found.at(*call) == value for call, value in zip(self.calls, values)):
+            if all(found.at(*call) == value for call, value in zip(CALLS, values)):
                 return found
-        raise Unplannable(
-            f"a size is {', '.join(map(str, values))} in calls of {', '.join(str(r) for r, _ in self.calls)} tokens"
-        )
+        raise Unplannable(f"a size is {', '.join(map(str, values))} in calls of {', '.join(str(r) for r, _ in CALLS)} tokens")
 
 
 def check_alike(recordings: Sequence[Recording]) -> None:

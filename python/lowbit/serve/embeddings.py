@@ -22,10 +22,11 @@ import numpy as np
 from ..files.config_json import read_config
 from ..files.plan_facts import NoPlan, are_allowed
 from ..files.untrusted import interpreting, read_json
+from .bodies import check_bytes
 from .engine import Engine, ordinary
 from .errors import ApiError, bad, shortened
 from .planned_texts import PlannedTexts, keep_plan
-from .protocol import Embeddings, Ranking, check_bytes
+from .protocol import Embeddings, Ranking
 from .sentence_files import check_files
 from .speech import SpeechModel
 

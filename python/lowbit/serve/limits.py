@@ -12,9 +12,9 @@ class Limits:
     body_bytes: int = 16 << 20
     recording_bytes: int = 25 << 20  # size of a body with a recording, as in OpenAI's API
     recordings: int = 2  # recordings in memory at a time; others wait
-    pictures: int = 32  # pictures of a request
-    picture_pixels: int = 1 << 26  # of all pictures of a request, which then take 200 MB
-    pictures_at_once: int = 2  # requests whose pictures are in memory; others wait
+    images: int = 32  # images of a request
+    image_pixels: int = 1 << 26  # of all images of a request, which then take 200 MB
+    images_at_once: int = 2  # requests whose images are in memory; others wait
     body_seconds: float = 30.0  # within which a body must be complete; one second more for each `body_rate` bytes received
     body_rate: int = 16 << 10  # bytes
     stored_bytes: int = 64 << 20  # responses and their conversations, for later requests

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .answers import PartsForm
+from .bodies import FIRST, Body, Part, Schema, StopText, few, validated
 from .errors import ApiError, bad
-from .protocol import FIRST, Body, Chat, Part, Schema, StopText, as_parts, few, validated
+from .protocol import Chat, as_parts
 
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",

@@ -1,175 +1,24 @@
-"""Requests of OpenAI's API as pydantic models. Every field has a limit, which :func:`parse` checks before any other work."""
+"""Requests of OpenAI's API as pydantic models."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from ..llm.sampling import Sampling
-from .errors import ApiError, bad, shortened
+from .bodies import AS_LIST, FIRST, LEAST_BYTES, Body, Part, Schema, StopText, Token, check_bytes, dumped, few
+from .errors import bad, shortened
 
-# Parameters that do not affect texts here.
-_IGNORED = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "reasoning_effort", "verbosity", "cache_prompt", "id_slot",
-})  # fmt: skip
-# Parameters that lowbit does not support, with the values that have no effect.
-_NEUTRAL: dict[str, tuple] = {
-    "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none", "auto"),
-    "modalities": (["text"],), "suffix": ("",), "audio": (), "prediction": (), "web_search_options": (),
-}  # fmt: skip
-# Limits of a body. A parsed object takes about a hundred times the memory of its two brackets. No other thread runs while a
-# body is parsed, which takes 0.1 s of CPU time for so many numbers or strings, and also for 16 MiB of text.
-_MOST = {"brackets": 1 << 17, "strings": 1 << 17, "commas": 1 << 20}
 _MOST_SCHEMA = 1 << 17  # bytes of a schema or grammar
 _MOST_TOOLS = 1 << 18  # bytes of all tools of a request
-_LEAST_BYTES = 1 << 16  # bytes that any text may have
-_TOKEN_BYTES = 16  # a text with more bytes per token of the context is refused without tokenizing it; four are typical
 
 MOST_TOKENS = 1 << 16  # of /detokenize, if the context is smaller
-
-
-def few(most: int, least: int = 0) -> BeforeValidator:
-    """Limits the number of entries before any of them is validated."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and not least <= len(value) <= most:
-            raise PydanticCustomError(
-                "few", "{least} to {most} entries, not {n}", {"least": least, "most": most, "n": len(value)}
-            )
-        return value
-
-    return BeforeValidator(check)
-
-
-FIRST = Field(fail_fast=True)  # stop at the first error, because a million of them take minutes
-_as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-StopText = Annotated[str, Field(min_length=1, max_length=256)]
-Token = Annotated[int, Field(ge=0, le=2**31)]
-# true and false are also schemas: any value, and no value.
-Schema = Annotated[
-    dict[str, Any], BeforeValidator(lambda value: ({} if value else {"not": {}}) if isinstance(value, bool) else value)
-]
-
-
-class Part(BaseModel):
-    """Base class of parts of requests."""
-
-    model_config = ConfigDict(strict=True)
-
-
-class Body(Part):
-    """Base class of requests. A null parameter counts as missing, and unknown parameters are refused."""
-
-    model_config = ConfigDict(extra="allow")
-    ignored: ClassVar[frozenset[str]] = _IGNORED
-    model: str | None = Field(None, max_length=1024)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Body:
-        for name, value in (self.model_extra or {}).items():
-            if name in _NEUTRAL:
-                if value not in _NEUTRAL[name]:
-                    raise bad(name, f"{name} is not supported; expected a request without it", "unsupported_parameter")
-            elif name not in self.ignored:
-                name = shortened(name, 64)
-                raise bad(name, f"there is no parameter {name}; expected one of those in docs/serving.md", "unknown_parameter")
-        self.__pydantic_extra__ = {}  # otherwise large values would stay in memory until the answer
-        return self
-
-
-B = TypeVar("B", bound=Body)
-
-
-def parse(kind: type[B], data: bytes) -> B:
-    """Parses a request from the JSON of its body.
-
-    Raises:
-        ApiError: the body is not JSON, or a parameter is invalid or unknown.
-    """
-    # An escaped quote ends no string, unless the backslash before it is itself escaped.
-    quotes = data.count(b'"') - data.replace(b"\\\\", b"").count(b'\\"')
-    counts = {"brackets": data.count(b"{") + data.count(b"["), "strings": quotes // 2, "commas": data.count(b",")}
-    for what, found in counts.items():
-        if found > _MOST[what]:
-            raise ApiError(413, f"the body has {found} {what}; expected at most {_MOST[what]}")
-    try:
-        value = from_json(data.removeprefix(b"\xef\xbb\xbf"), allow_inf_nan=False)
-    except ValueError as error:  # also for nesting of more than 200 levels, and half a surrogate pair
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    return validated(kind, value)
-
-
-def validated(kind: type[B], value: Any) -> B:
-    """Like :func:`parse`, for a parsed body."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        # If a value may have several forms, report the closest one.
-        first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
-    place = ""
-    for step in first["loc"]:
-        if isinstance(step, int):
-            place += f"[{step}]"
-        elif not place or (
-            (step.isidentifier() or step.isdigit()) and step not in ("str", "int", "float", "bool", "list", "dict")
-        ):
-            place += f".{step}" if place else step
-    place = shortened(place, 200) or "the body"
-    found = "missing" if first["type"] == "missing" else _found(first["input"])
-    wanted = _WANTED.get(first["type"]) or re.sub("^(Input should be|String should have) ", "", shortened(first["msg"], 150))
-    raise ApiError(400, f"{place} is {found}; expected {wanted}", param=str(first["loc"][0]) if first["loc"] else None)
-
-
-# Messages of pydantic in Python's terms, or without "Input should be".
-_WANTED = {
-    "missing": "a value", "model_type": "an object", "dict_type": "an object", "list_type": "an array",
-    "string_type": "a string", "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
-    "bool_type": "true or false", "extra_forbidden": "no such name", "string_too_short": "a longer text",
-    "too_short": "a longer text",
-    "int_parsing": "a whole number", "string_pattern_mismatch": "1 to 64 letters, digits, _, . and -",
-}  # fmt: skip
-
-
-def _found(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return shortened(str(value), 40)
-    if isinstance(value, str):
-        return f"{shortened(value, 40)!r}"
-    return "an object" if isinstance(value, dict) else "an array" if isinstance(value, list) else "null"
-
-
-def check_bytes(name: str, texts: Iterable[str], tokens: int | None) -> None:
-    """Raises ApiError for texts too long for a context of this many tokens, without tokenizing them."""
-    count, most = sum(len(each.encode()) for each in texts), max(_LEAST_BYTES, _TOKEN_BYTES * (tokens or 0))
-    if count > most:
-        raise bad(name, f"{name} has {count} bytes; expected at most {most}", "context_length_exceeded")
-
-
-def dumped(name: str, value: Any, most: int) -> str:
-    """A value as JSON of at most this many bytes."""
-    try:
-        text = json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise bad(name, f"{name} has a number that is not finite; expected JSON") from None
-    if len(text) > most:
-        raise bad(name, f"{name} has {len(text)} bytes; expected at most {most}", "unsupported_schema")
-    return text
 
 
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # have schemas by name
@@ -276,7 +125,7 @@ class Writing(Body):
     dry_multiplier: float = Field(0.0, ge=0, le=1e30)
     dry_base: float = Field(1.75, ge=1, le=1e30)
     dry_allowed_length: int = Field(2, ge=1, le=2**31)
-    dry_sequence_breakers: Annotated[list[StopText], FIRST, few(64), _as_list] | None = None
+    dry_sequence_breakers: Annotated[list[StopText], FIRST, few(64), AS_LIST] | None = None
     logit_bias: Annotated[
         dict[Annotated[int, Field(ge=0, le=2**31, strict=False)], Annotated[float, Field(ge=-100, le=100)]], few(4096)
     ] = Field(default_factory=dict)
@@ -284,7 +133,7 @@ class Writing(Body):
     n: int = Field(1, ge=1, le=16)
     best_of: int | None = None
     max_tokens: int | None = Field(None, ge=0, le=2**31)
-    stop: Annotated[list[StopText], FIRST, few(32), _as_list] = Field(default_factory=list)
+    stop: Annotated[list[StopText], FIRST, few(32), AS_LIST] = Field(default_factory=list)
     ignore_eos: bool = False
     echo: bool = False  # only for completions
     stream: bool = False
@@ -355,14 +204,14 @@ def as_parts(value: Any) -> Any:
 
 
 class Url(Part):
-    """The address of a picture."""
+    """The address of an image."""
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
 
 
 class Content(Part):
-    """A part of a message: a text or a picture."""
+    """A part of a message: a text or an image."""
 
     type: Literal["text", "image_url"]
     text: str | None = None
@@ -419,8 +268,8 @@ class Message(Part):
         return [part.text for part in self.content or () if part.type == "text" and part.text is not None]
 
     @property
-    def pictures(self) -> list[Url]:
-        """The addresses of its pictures."""
+    def images(self) -> list[Url]:
+        """The addresses of its images."""
         return [part.image_url for part in self.content or () if part.type == "image_url" and part.image_url is not None]
 
     @property
@@ -466,9 +315,9 @@ class Conversation(Body):
         }  # fmt: skip
 
     @property
-    def pictures(self) -> list[Url]:
-        """The addresses of the pictures of all messages."""
-        return [picture for each in self.messages for picture in each.pictures]
+    def images(self) -> list[Url]:
+        """The addresses of the images of all messages."""
+        return [image for each in self.messages for image in each.images]
 
     @property
     def documents(self) -> list[dict[str, Any]]:
@@ -482,7 +331,7 @@ class Conversation(Body):
         for call in (call for each in self.messages for call in each.tool_calls or ()):
             texts += call.id, call.function.name, json.dumps(call.function.arguments)
         check_bytes("messages", texts, tokens)
-        dumped("chat_template_kwargs", self.chat_template_kwargs, _LEAST_BYTES)
+        dumped("chat_template_kwargs", self.chat_template_kwargs, LEAST_BYTES)
 
 
 class _Function(Part):

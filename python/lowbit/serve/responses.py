@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .answers import Answers, PartsForm
+from .bodies import FIRST, Body, Part, Schema, few, validated
 from .errors import ApiError, bad, shortened
 from .model_list import LanguageModel
-from .protocol import FIRST, Body, Chat, Part, Schema, as_parts, few, validated
+from .protocol import Chat, as_parts
 from .tools import Tools
 
 

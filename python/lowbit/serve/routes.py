@@ -4,65 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from prometheus_client import generate_latest
 from pydantic_core import from_json
-from python_multipart.multipart import parse_options_header
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, UploadFile
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from . import messages
-from .answers import Answers, ChatForm, Event, Form, failure
+from .answers import Answers, ChatForm, Event, Form
+from .bodies import Body, check_bytes, parse
 from .constraints import Matcher, make_constraint
 from .dialects import TOKENS
 from .embeddings import Batches, TextModel, embeddings, ranking, refuse_to_write
 from .embeddings import Request as Rows
-from .engine import Engine, shutting_down
+from .engine import Engine
 from .errors import ApiError, bad, shortened
 from .events import Events, deltas, reported, unless_gone
+from .forms import read_form
+from .gate import Gate, Origins, no_endpoint
+from .image_conversations import ImageModel, Images, refuse_images
 from .limits import Limits
 from .messages import CountTokens, Messages, MessagesForm
 from .metrics import Metrics
 from .model_list import LanguageModel, decoded
 from .page import HEADERS, PAGE
-from .pictures import PictureModel, Pictures, refuse_pictures
-from .protocol import (
-    MOST_TOKENS,
-    B,
-    Body,
-    Chat,
-    Completion,
-    Conversation,
-    Detokenize,
-    Embeddings,
-    Grammar,
-    Ranking,
-    Tokenize,
-    Writing,
-    check_bytes,
-    parse,
-    validated,
-)
+from .protocol import MOST_TOKENS, Chat, Completion, Conversation, Detokenize, Embeddings, Grammar, Ranking, Tokenize, Writing
 from .responses import Responses, ResponsesForm, Store, answered
-from .speech import MEDIA_TYPES, Listening, SpeechModel, Wish, read_recording, refuse_recording
+from .speech import MEDIA_TYPES, Listening, SpeechModel, read_recording, refuse_recording
 from .tools import Tools, read_tools
 
 Model: TypeAlias = LanguageModel | TextModel | SpeechModel
+T = TypeVar("T")
 _USUAL_TOKENS = 16  # default of completions, as in OpenAI's API
-_CHARSETS = ("utf-8", "utf8", "us-ascii", "iso-8859-1", "latin-1")  # of forms
-_OPEN = ("/", "/health")  # need no key
 
 
 class Server:
@@ -78,13 +59,9 @@ class Server:
         self._reader = ThreadPoolExecutor(1, "lowbit-reader")
         self._parser = ThreadPoolExecutor(1, "lowbit-parser")
         self._compiler = ThreadPoolExecutor(2, "lowbit-grammars")
-        self._busy = 0  # requests without a complete response
-        self._bodies: dict[asyncio.Timeout, None] = {}  # bodies being received, in order of their start
-        self._times: set[asyncio.Timeout] = set()  # timeouts that expire when the server shuts down
-        self._ending = False
         self._stored = Store(limits.stored_bytes)
         self._recordings = asyncio.Semaphore(limits.recordings)
-        self._pictures = Pictures(limits, self.engine, self._read)
+        self._images = Images(limits, self.engine, self._read)
         self.metrics = Metrics(
             {
                 "running_texts": ("Running texts.", lambda: self.engine.running),
@@ -96,6 +73,7 @@ class Server:
                 "prefix_cache_bytes": ("Bytes of keys and values of ended texts.", lambda: sum(b.kept_bytes for b in batches)),
             }
         )
+        self.gate = Gate(limits, self.metrics)
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -109,7 +87,7 @@ class Server:
                 await asyncio.to_thread(self.engine.stop)
                 for each in (self._reader, self._parser, self._compiler):
                     each.shutdown(cancel_futures=True)
-                self._pictures.close()
+                self._images.close()
 
         posts: dict[str, tuple[Callable[[Any], Awaitable[Response]], type[Body]]] = {
             "/v1/chat/completions": (self._chat, Chat), "/v1/completions": (self._complete, Completion),
@@ -127,20 +105,19 @@ class Server:
             "/": self._page, "/health": self._health, "/metrics": self._metrics, "/v1/models": self._models,
             "/v1/models/{name:path}": self._model_card,
         }  # fmt: skip
-        routes = [Route(path, self._guarded(path, self._reading(*each)), methods=["POST"]) for path, each in posts.items()]
-        routes += [Route(path, self._guarded(path, handler), methods=["POST"]) for path, handler in forms.items()]
-        routes += [Route(path, self._guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
+        routes = [Route(path, self.gate.guarded(path, self._reading(*each)), methods=["POST"]) for path, each in posts.items()]
+        routes += [Route(path, self.gate.guarded(path, handler), methods=["POST"]) for path, handler in forms.items()]
+        routes += [Route(path, self.gate.guarded(path, handler), methods=["GET"]) for path, handler in gets.items()]
         path = "/v1/responses/{name}"
-        routes.append(Route(path, self._guarded(path, self._response), methods=["GET", "DELETE"]))
-        app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _no_endpoint})
+        routes.append(Route(path, self.gate.guarded(path, self._response), methods=["GET", "DELETE"]))
+        app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: no_endpoint})
         if self.limits.origins:
-            methods, headers = ["GET", "POST", "DELETE"], ["Retry-After"]
             app.add_middleware(
-                _Origins,
+                Origins,
                 allow_origins=self.limits.origins,
-                allow_methods=methods,
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=headers,
+                expose_headers=["Retry-After"],
                 allow_private_network=True,
             )
         app.router.redirect_slashes = False  # a redirection is not in OpenAI's format
@@ -148,134 +125,19 @@ class Server:
 
     def end(self) -> None:
         """Answers all open requests with an error. Call it on the server's thread."""
-        self._ending = True
         self.engine.end()
-        for limit in self._times:
-            _expire(limit)
-
-    @contextlib.asynccontextmanager
-    async def _time(self, seconds: float | None = None) -> AsyncIterator[None]:
-        """A time limit that raises ApiError, also when the server shuts down."""
-        limit = asyncio.timeout(0 if self._ending else seconds)
-        try:
-            async with limit:
-                self._times.add(limit)
-                try:
-                    yield
-                finally:
-                    self._times.discard(limit)
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            raise (shutting_down() if self._ending else failure(error)) from error
-
-    def _guarded(self, path: str, handler: Callable[[Request], Awaitable[Response]]):
-        async def handle(request: Request) -> Response:
-            try:
-                self._admit(request, path)
-                self._busy += 1
-                response = None
-                try:
-                    async with self._time():
-                        response = await handler(request)
-                finally:
-                    if isinstance(response, Events):
-                        response.on_sent, response.refusal = self._sent, _refusal(path)
-                    else:
-                        self._busy -= 1
-            except ClientDisconnect:
-                self.metrics.canceled.inc()
-                return Response(status_code=499)
-            except Exception as error:
-                found = reported(error)
-                response = JSONResponse(_refusal(path)(found), found.status, found.headers)
-            self.metrics.requests.labels(path, response.status_code).inc()
-            return response
-
-        return handle
-
-    def _sent(self) -> None:
-        self._busy -= 1
+        self.gate.end()
 
     def _reading(self, handler: Callable[[Any], Awaitable[Response]], kind: type[Body]):
         """Makes a request handler from a handler of bodies; it ends when the client disconnects."""
 
         async def handle(request: Request) -> Response:
-            asked = await self._body(request, kind)
-            async with self._within():
+            asked = await self._parsed(parse, kind, await self.gate.body(request))
+            async with self.gate.within():
                 found: Response = await unless_gone(request.receive, handler(asked))
                 return found
 
         return handle
-
-    def _admit(self, request: Request, path: str) -> None:
-        """Raises ApiError for a request that is not allowed."""
-        host = request.headers.get("host", "")
-        name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-        if self.limits.hosts is not None and name.lower() not in self.limits.hosts:
-            # DNS rebinding: a page of another site whose name now points here.
-            raise ApiError(403, f"the host is {name!r}; expected one of {', '.join(self.limits.hosts)}", code="wrong_host")
-        origin = request.headers.get("origin")
-        allowed = self.limits.origins
-        if origin is not None and origin.partition("://")[2].lower() != host.lower() and not {origin, "*"} & set(allowed):
-            raise _wrong_origin(origin, allowed)
-        if self._busy >= self.limits.requests and path not in _OPEN:
-            if not self._bodies:
-                raise self._crowded()
-            # Evict a request with an incomplete body, so that slow bodies cannot block others.
-            slowest = next(iter(self._bodies))
-            del self._bodies[slowest]
-            _expire(slowest)
-        if self.limits.api_key is None or path in _OPEN:
-            return
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        key = key if kind.lower() == "bearer" else request.headers.get("x-api-key", "")  # Anthropic's header
-        if not hmac.compare_digest(key.encode(), self.limits.api_key.encode()):
-            found = "another one" if key else "none"
-            raise ApiError(401, f"an API key is needed, and the request has {found}", code="invalid_api_key")
-
-    def _crowded(self) -> ApiError:
-        message = f"{self._busy} requests are open; expected at most {self.limits.requests}: send the request again later"
-        return ApiError(503, message, code="too_many_requests", retry_after=1)
-
-    @contextlib.asynccontextmanager
-    async def _arriving(self, request: Request, most: int) -> AsyncIterator[AsyncGenerator[bytes]]:
-        """Yields the pieces of a body, which must arrive at a minimum rate.
-
-        Raises:
-            ApiError: the body is too large or too slow, or was evicted for another request.
-        """
-        began, limits = asyncio.get_running_loop().time(), self.limits
-        limit = asyncio.timeout(min(limits.timeout, limits.body_seconds))
-
-        async def pieces() -> AsyncGenerator[bytes]:
-            count = 0
-            async for piece in request.stream():
-                count += len(piece)
-                if count > most:
-                    raise ApiError(413, f"the body has more than {most} bytes; expected fewer")
-                limit.reschedule(began + min(limits.timeout, limits.body_seconds + count / limits.body_rate))
-                yield piece
-
-        try:
-            async with limit:
-                self._bodies[limit] = None
-                yield pieces()
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            if limit not in self._bodies:
-                raise self._crowded() from error
-            raise ApiError(408, f"the body is not complete after {(limit.when() or 0) - began:.3g} seconds") from error
-        finally:
-            self._bodies.pop(limit, None)
-
-    async def _body(self, request: Request, kind: type[B]) -> B:
-        data = bytearray()
-        async with self._arriving(request, self.limits.body_bytes) as pieces:
-            async for piece in pieces:
-                data += piece
-        return await asyncio.get_running_loop().run_in_executor(self._parser, parse, kind, bytes(data))
 
     def _model(self, asked: Body) -> Model:
         if asked.model is None:
@@ -310,11 +172,15 @@ class Server:
         """Runs tokenization on another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
+    async def _parsed(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Parses a request, or converts one of another API, on another thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._parser, function, *arguments)
+
     async def _conversation(self, model: LanguageModel, asked: Conversation, tools: Tools | None = None) -> list[int]:
         """The tokens of a conversation."""
         asked.check_bytes(model.max_length)
         documents = None if tools is None else tools.documents
-        return await self._pictures.prompt(model, asked, documents)
+        return await self._images.prompt(model, asked, documents)
 
     async def _chat(self, asked: Chat, kind: Callable[[Answers, LanguageModel, Tools | None], Form] = ChatForm) -> Response:
         model, tools = self._writer(asked), read_tools(asked)
@@ -329,21 +195,17 @@ class Server:
             raise bad("tools", "tools has a strict function beside structured_outputs; expected one of the two")
         return await self._write(asked, model, [tokens], kind, None, grammar or asked.grammar, tools)
 
-    async def _converted(self, function: Callable[..., Chat], *arguments: Any) -> Chat:
-        """Converts a request of another API."""
-        return await asyncio.get_running_loop().run_in_executor(self._parser, function, *arguments)
-
     async def _messages(self, asked: Messages) -> Response:
-        return await self._chat(await self._converted(asked.chat), MessagesForm)
+        return await self._chat(await self._parsed(asked.chat), MessagesForm)
 
     async def _count_tokens(self, asked: CountTokens) -> Response:
-        chat = await self._converted(asked.chat)
+        chat = await self._parsed(asked.chat)
         return JSONResponse({"input_tokens": len(await self._conversation(self._writer(chat), chat, read_tools(chat)))})
 
     async def _respond(self, asked: Responses) -> Response:
         name = asked.previous_response_id
         before = [] if name is None else from_json(self._stored.messages(name))
-        chat = await self._converted(asked.chat, before)
+        chat = await self._parsed(asked.chat, before)
 
         def keep(response: dict[str, Any]) -> None:
             if asked.store:
@@ -392,7 +254,7 @@ class Server:
         form = kind(answers, model, tools)
         answers.start()
         if asked.stream:
-            return Events(self._stream(answers, form), self._within, self.metrics.canceled.inc, answers.close, form)
+            return Events(self._stream(answers, form), self.gate.within, self.metrics.canceled.inc, answers.close, form)
         pieces: dict[int, list[Event]] = {index: [] for index in range(len(answers.texts))}
         try:
             async for event in answers.events():
@@ -417,9 +279,6 @@ class Server:
             self._count(answers)
         except Exception as error:
             yield reported(error)
-
-    def _within(self) -> contextlib.AbstractAsyncContextManager[None]:
-        return self._time(self.limits.timeout)
 
     def _count(self, answers: Answers) -> None:
         usage, metrics = answers.usage, self.metrics
@@ -448,36 +307,9 @@ class Server:
         self.metrics.whole.observe(time.perf_counter() - began)
         return await asyncio.to_thread(lambda: JSONResponse(rows.document(found, sum(counts))))
 
-    async def _form(self, request: Request) -> tuple[Wish, UploadFile]:
-        """Parses parameters and the file of a form; bytes after the first megabyte are on the disk."""
-        kind = request.headers.get("content-type", "")
-        if not kind.lower().startswith("multipart/form-data"):
-            raise ApiError(400, f"the body is {kind or 'of no type'}; expected multipart/form-data with a file")
-        charset = parse_options_header(kind)[1].get(b"charset", b"utf-8").decode("latin-1").lower()
-        if charset not in _CHARSETS:
-            # Python has further ones (punycode, idna) that take quadratic time, here on the server's thread.
-            raise ApiError(400, f"the body is not a readable form: its charset is {shortened(charset, 40)!r}; expected utf-8")
-        try:
-            async with self._arriving(request, self.limits.recording_bytes) as pieces:
-                form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=32).parse()
-        except (MultiPartException, ValueError) as error:  # ValueError: bytes that are invalid in the charset
-            raise ApiError(400, f"the body is not a readable form: {error}") from error
-        try:
-            file = form.get("file")
-            if not isinstance(file, UploadFile):
-                raise bad("file", f"file is {'missing' if file is None else 'a text'}; expected a recording")
-            values: dict[str, Any] = {name: form.getlist(name) for name in form if name != "file"}
-            for name, each in values.items():
-                if len(each) > 1 and not name.endswith("[]"):
-                    raise bad(name, f"{name} comes {len(each)} times; expected once")
-            return validated(Wish, {k: v if k.endswith("[]") else v[0] for k, v in values.items()}), file
-        except ApiError:
-            await form.close()
-            raise
-
     async def _listen(self, task: str, request: Request) -> Response:
         began = time.perf_counter()
-        wish, file = await self._form(request)
+        wish, file = await read_form(request, self.gate)
         model = self._model(wish)
         if not isinstance(model, SpeechModel):
             raise refuse_recording(model)
@@ -497,7 +329,7 @@ class Server:
             return listening
 
         if wish.stream:
-            return Events(deltas(hear), self._within, self.metrics.canceled.inc, lambda: None)
+            return Events(deltas(hear), self.gate.within, self.metrics.canceled.inc, lambda: None)
         listening: Listening = await unless_gone(request.receive, hear(lambda text: None))
         if (kind := MEDIA_TYPES.get(wish.response_format)) is not None:
             return PlainTextResponse(listening.subtitles(), media_type=kind)
@@ -508,7 +340,7 @@ class Server:
         if asked.messages:
             if not isinstance(model, LanguageModel):
                 raise bad("messages", f"the model {model.name} has no conversations; expected content, or prompt")
-            refuse_pictures(asked)
+            refuse_images(asked)
             tokens = await self._conversation(model, asked)
         else:
             text = asked.prompt if asked.content is None else asked.content
@@ -551,38 +383,6 @@ class Server:
         return HTMLResponse(PAGE, headers=HEADERS)
 
 
-class _Origins(CORSMiddleware):
-    """Allows pages of other sites."""
-
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        if response.status_code == 200:
-            return response
-        asked = request_headers["access-control-request-method"]
-        if asked not in self.allow_methods:
-            found = ApiError(
-                405, f"the method is {asked}; expected {' or '.join(self.allow_methods)}", code="method_not_allowed"
-            )
-        else:
-            found = _wrong_origin(request_headers["origin"], self.allow_origins)
-        return JSONResponse(found.document, found.status)
-
-
-def _wrong_origin(origin: str, allowed: Iterable[str]) -> ApiError:
-    expected = " or ".join(["one of this server", *allowed])
-    return ApiError(403, f"the request comes from a page of {origin}; expected {expected}", code="wrong_origin")
-
-
-def _refusal(path: str) -> Callable[[ApiError], dict[str, Any]]:
-    """Makes the JSON body of an error in the format of a path's API."""
-    return messages.refusal if path.startswith("/v1/messages") else lambda error: error.document
-
-
-def _expire(limit: asyncio.Timeout) -> None:
-    if not limit.expired():
-        limit.reschedule(asyncio.get_running_loop().time())
-
-
 def _card(model: Model) -> dict[str, Any]:
     card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lowbit"}
     card |= {"max_model_len": model.max_length}
@@ -592,17 +392,4 @@ def _card(model: Model) -> dict[str, Any]:
         return card
     parent = {} if model.parent is None else {"parent": model.parent}
     # The page lists only models with "chat".
-    return card | {"chat": model.template is not None, "pictures": isinstance(model, PictureModel), **parent}
-
-
-async def _no_endpoint(request: Request, error: Exception) -> Response:
-    """The error for an unknown path, or for a method that the path does not have."""
-    assert isinstance(error, HTTPException)
-    path, headers = request.scope["raw_path"].decode("latin-1"), error.headers or {}
-    if error.status_code == 405:
-        methods = " or ".join(sorted(headers["Allow"].split(", ")))
-        found = ApiError(405, f"the method is {request.method}; {path} expects {methods}", code="method_not_allowed")
-    else:
-        message = f"there is no {request.method} {path}; docs/serving.md lists the endpoints"
-        found = ApiError(error.status_code, message, code="not_found")
-    return JSONResponse(_refusal(path)(found), found.status, headers)
+    return card | {"chat": model.template is not None, "images": isinstance(model, ImageModel), **parent}

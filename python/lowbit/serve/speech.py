@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..files.config_json import SPEECH_TYPES, read_config
+from .bodies import Body
 from .errors import ApiError, bad
-from .protocol import Body
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..exports.module import described, export_pt2, export_pte, zeros
-from ..llm.decoder import check_call
+from ..llm.token_calls import check_call
 from .speech_decoder import SpeechDecoder
 
 _NUMBERS = ("max_length", "vocabulary", "positions", "mel_bins")

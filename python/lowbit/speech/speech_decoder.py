@@ -12,8 +12,8 @@ from torch import Tensor
 from ..hf.decoding import Unsupported
 from ..hf.fusing import fuse_
 from ..llm.caches import empty_caches, name_of, type_of
-from ..llm.decoder import check_call
-from ..plan.recording import Unplannable
+from ..llm.token_calls import check_call
+from ..plan.recording import Unplannable, reason_of
 from .beams import BeamDecoder, Place, Queries, Text
 from .speech_plan import ListenPlan, SpeechPlan
 
@@ -105,7 +105,7 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
         self.hear(states, torch.tensor([0]))
         last = torch.tensor([states.shape[1] - 1])
         calls = [(tokens[:, at:end], torch.arange(at, end), torch.tensor([end - at - 1]), at) for at, end in ((0, 3), (3, 4))]
-        pieces = [self.step(*call, torch.tensor([at]), last) for *call, at in calls]
+        pieces = [self.step(ids, places, keep, torch.tensor([at]), last) for ids, places, keep, at in calls]
         difference = (torch.stack([pieces[0][0][0], pieces[1][0][0]]).float() - expected[0, 2:]).square().mean().sqrt()
         measured = float(difference / expected.std())
         if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
@@ -115,7 +115,7 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
             )
         try:
             plan = SpeechPlan(self, last)
-            again = [plan.run(*call, last, [(0, call[0].shape[1], at, plan.caches)]) for *call, at in calls]
+            again = [plan.run(ids, places, keep, last, [(0, ids.shape[1], at, plan.caches)]) for ids, places, keep, at in calls]
             if not all(torch.equal(*pair) for pairs in zip(again, pieces) for pair in zip(*pairs, strict=True)):
                 raise Unplannable("its logits differ")
             alike = [(0, 1, 3, plan.caches), (1, 2, 3, plan.caches)]
@@ -124,11 +124,11 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
                 raise Unplannable("its logits differ for several texts in a call")
             self.plan = plan
         except Exception as reason:  # the model's own code works as well, so nothing is lost
-            self.plan_refusal = f"{type(reason).__name__}: {reason}"
+            self.plan_refusal = reason_of(reason)
         try:
             self.listen_plan = ListenPlan(self)
         except Exception as reason:
-            self.listen_refusal = f"{type(reason).__name__}: {reason}"
+            self.listen_refusal = reason_of(reason)
 
     def listen(self, features: Tensor | np.ndarray) -> None:
         """Encodes a window of audio and starts a new text.

@@ -13,16 +13,16 @@ from torch import Tensor
 from .. import nn
 from ..hf.encoder_plan import replica
 from ..hf.shared_inputs import SharedInput
-from ..plan.lowering import Lowered, Roles, lowered
-from ..plan.model_parts import ModelParts, check_hooks, state_of
+from ..plan.lowering import Lowered, lowered
+from ..plan.model_parts import ModelParts, ModelPlan, check_hooks, state_of
+from ..plan.plan_builder import Roles
 from ..plan.plan_file import Kind, Slot
-from ..plan.recording import Sizes, Unplannable, record
+from ..plan.recording import CALLS, Unplannable, record
 from ..plan.running import Caches, Planned
 
 if TYPE_CHECKING:
     from .speech_decoder import SpeechDecoder
 
-_CALLS = ((4, 2), (6, 3), (9, 5), (12, 7))  # tokens and kept ones of the recorded calls; the encoder's have only positions
 _TRIAL = 24  # positions
 # The encoder's hidden states may differ by rounding from those of its own code, whose convolutions and GELU are torch's;
 # quantized activations amplify it.
@@ -30,7 +30,7 @@ _LISTEN_LIMIT = 0.05
 _SLOTS = (Slot.KEYS, Slot.VALUES, Slot.STATE, Slot.STATE + 1)  # keys and values of the text, and of the encoder's output
 
 
-class _Plan:
+class _Plan(ModelPlan):
     """A plan over the caches of a decoder."""
 
     def __init__(self, decoder: SpeechDecoder):
@@ -52,10 +52,6 @@ class _Plan:
         copy._parts = ModelParts(copy._model)
         return copy
 
-    def fits(self) -> bool:
-        """Whether the model still has the parts that it had."""
-        return self._parts.are_unchanged()
-
 
 class SpeechPlan(_Plan):
     """Runs :meth:`SpeechDecoder.step` as one call of C++, over the same caches."""
@@ -73,13 +69,17 @@ class SpeechPlan(_Plan):
 
     def _lowered(self, decoder: SpeechDecoder) -> Lowered:
         recordings, count = [], 4 + len(self.last)
-        for rows, kept in _CALLS:
-            inputs = [torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows), torch.arange(rows - kept, rows)]
+        for rows, kept in CALLS:
+            tokens, positions, keep = (
+                torch.zeros(1, rows, dtype=torch.int64),
+                torch.arange(rows),
+                torch.arange(rows - kept, rows),
+            )
             start = torch.tensor([0])
-            given = [*inputs, self._heard, *self.last, start, *self.kept.values()]
-            recordings.append(record(partial(decoder.step, *inputs, start, self._heard), given))
+            given = [tokens, positions, keep, self._heard, *self.last, start, *self.kept.values()]
+            recordings.append(record(partial(decoder.step, tokens, positions, keep, start, self._heard), given))
         roles = Roles(count + 1, list(self.kept), start=count)
-        made = lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model))
+        made = lowered(recordings, roles, state_of(decoder.model))
         if any(buffer.kind is Kind.INPUT and buffer.index == count for buffer in made.plan.buffers):
             raise Unplannable("its operators use the number of earlier tokens")
         return made
@@ -118,7 +118,7 @@ class ListenPlan(_Plan):
     def _lowered(self, decoder: SpeechDecoder) -> Lowered:
         recordings = []
         at = torch.tensor([0])
-        for rows, _ in _CALLS:
+        for rows, _ in CALLS:
             encoder = _shorter(decoder.model.model.encoder, rows)
             for layer in encoder.layers:
                 attention = layer.self_attn
@@ -128,7 +128,7 @@ class ListenPlan(_Plan):
             features = torch.zeros(1, decoder.mel_bins, 2 * rows, dtype=decoder.model.dtype)
             recordings.append(record(partial(_listen, decoder, encoder, features, at), [features, at, *self.kept.values()]))
         weights = state_of(decoder.model)
-        return lowered(recordings, Sizes(_CALLS), Roles(2, list(self.kept)), weights)
+        return lowered(recordings, Roles(2, list(self.kept)), weights)
 
     def listen(self, features: Tensor) -> Tensor:
         """Stores keys and values of a window; returns the encoder's hidden states."""

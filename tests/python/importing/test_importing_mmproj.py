@@ -9,7 +9,7 @@ import pytest
 import torch
 from command_line import error, invoke
 from gguf_files import tower_tensors, write_model, write_tower
-from image_models import lfm2_vl_inputs, save_image_model, save_picture
+from image_models import lfm2_vl_inputs, save_image, save_image_model
 from lowbit import llm
 from lowbit.importing import open_source
 from lowbit.llm.images import inputs_of, message
@@ -92,7 +92,7 @@ def test_a_model_has_the_logits_of_transformers(written, kind, tmp_path):
     assert {tensor.kind for tensor in summary.tensors} == {"float"} and {tensor.error for tensor in summary.tensors} == {0.0}
     made, processor = load_image_model(tmp_path / "made"), load_image_processor(tmp_path / "made")
     assert type(made) is type(model)
-    images = [llm.open_image(save_picture(tmp_path / f"{n}.png", n, size)) for n, size in enumerate([(40, 30), (64, 64)])]
+    images = [llm.open_image(save_image(tmp_path / f"{n}.png", n, size)) for n, size in enumerate([(40, 30), (64, 64)])]
     template = llm.images.image_template(processor, tmp_path / "made")
     inputs = inputs_of(processor, [message("user", "What is it?", images)], template)
     # The same tokens as by the processor of the model, and pixels that differ only by the colors' mean and deviation.
@@ -154,7 +154,7 @@ def test_quantized_files_and_exchanged_names(written, tmp_path):
     packed = [name for name, layer in made.named_modules() if isinstance(layer, lowbit.nn.Linear)]
     assert len(packed) >= 14 and all(".text_model." in name or name == "lm_head" for name in packed)
     chat = llm.load_image_chat(tmp_path / "made", max_new_tokens=4)
-    save_picture(tmp_path / "0.png")
+    save_image(tmp_path / "0.png")
     assert chat.answer("What?", images=[tmp_path / "0.png"]).prompt_tokens > 20 and chat.step.plan_refusal is None
 
 

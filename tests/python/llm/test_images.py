@@ -9,11 +9,11 @@ import lowbit
 import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
-from image_models import FAMILIES, PIL, lfm2_vl_inputs, save_image_model, save_picture
+from image_models import FAMILIES, PIL, lfm2_vl_inputs, save_image, save_image_model
 from lowbit import llm
 from lowbit.llm.batch import Batch
 from lowbit.llm.generation import Text
-from lowbit.llm.image_decoder import ImageDecoder, PicturePrompt
+from lowbit.llm.image_decoder import ImageDecoder, ImagePrompt
 from lowbit.llm.images import ImageStep, message
 from lowbit.llm.loading import load_image_model, load_image_processor
 from needs import need_packages
@@ -28,10 +28,10 @@ PLANNED = ("gemma4", "idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """Packed checkpoints by family, each made once, and three pictures."""
+    """Packed checkpoints by family, each made once, and three images."""
     root, made = tmp_path_factory.mktemp("images"), {}
     for number, size in enumerate([(40, 30), (64, 64), (17, 50)]):
-        save_picture(root / f"{number}.png", number, size)
+        save_image(root / f"{number}.png", number, size)
 
     def of(kind):
         if kind == "smolvlm":
@@ -115,8 +115,8 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
         expected, count = generated(path, [message("user", "What?", shown(root, *numbers))])
         assert (answer.tokens, answer.prompt_tokens) == (expected, count)
         answers[numbers] = tuple(answer.tokens)
-    assert len(set(answers.values())) == 4  # the pictures matter
-    # Another turn with another picture, and one without a picture.
+    assert len(set(answers.values())) == 4  # the images matter
+    # Another turn with another image, and one without an image.
     chat.reset("Be brief.")
     first = chat.answer("What?", images=shown(root, 0))
     second = chat.answer("And this?", images=[root / "1.png"])
@@ -128,8 +128,8 @@ def test_the_tokens_are_those_of_transformers(packed, kind):
     assert (third.tokens, third.prompt_tokens) == generated(path, talk)
     if kind in PLANNED:
         assert step.plan_refusal is step.refusal is None
-        assert step.computed == 3  # each of the pictures once, in all conversations
-        assert (step._pictures._tower.calls > 0) == (kind in ("idefics3", "smolvlm"))  # its pictures have one size
+        assert step.computed == 3  # each of the images once, in all conversations
+        assert (step._decoder._tower.calls > 0) == (kind in ("idefics3", "smolvlm"))  # its images have one size
     else:
         assert step.refusal == f"the language model runs by transformers' attention: {step.plan_refusal}"
 
@@ -166,7 +166,7 @@ def test_plans(packed, kind):
     rows.clear()
     other = llm.images.inputs_of(processor, [message("user", "What is it? " * 30, shown(root, 1, 0))], template)
     step(torch.tensor([step.look(other)]), start)
-    assert sum(rows) > len(ids) - 20  # other pictures
+    assert sum(rows) > len(ids) - 20  # other images
     step.look(inputs)
     assert torch.equal(step(torch.tensor([[*ids, 5, 6, 7]]), start), one[2])
     assert torch.equal(step(torch.tensor([[6, 7]]), torch.tensor([len(ids) + 1])), one[2])  # cut back
@@ -180,7 +180,7 @@ def test_plans(packed, kind):
 
 
 def test_lfm2_vl_has_the_logits_of_transformers(tmp_path):
-    """By a plan with states, with its pictures computed one by one, as the server does; inputs are made by hand."""
+    """By a plan with states, with its images computed one by one, as the server does; inputs are made by hand."""
     save_image_model("lfm2_vl", tmp_path)
     model = load_image_model(tmp_path)
     inputs = lfm2_vl_inputs(1, [(4, 4), (2, 6)])
@@ -189,21 +189,21 @@ def test_lfm2_vl_has_the_logits_of_transformers(tmp_path):
         other = model(**lfm2_vl_inputs(2, [(4, 4), (2, 6)]), use_cache=False).logits[0, -1]
     step = ImageStep(model, 128)
     logits = step(torch.tensor([step.look(inputs)]), torch.tensor([0]))[0]
-    assert step.plan_refusal is None and (other - own).abs().max() > 1e-2  # the pictures matter
+    assert step.plan_refusal is None and (other - own).abs().max() > 1e-2  # the images matter
     assert (logits - own).abs().max() < 1e-5 * own.abs().max()
     decoder, plain = ImageDecoder(model, 128), inputs["input_ids"][0].tolist()
-    pictures = []
+    images = []
     for number, (rows, columns) in enumerate([(4, 4), (2, 6)]):
         count = rows * columns
         alone = {name: value[number : number + 1, :count] for name, value in inputs.items() if name.startswith("pixel")}
         alone |= {"input_ids": torch.tensor([[5] + [decoder.image_token] * (count // 4)])}
         alone |= {"spatial_shapes": inputs["spatial_shapes"][number : number + 1]}
-        pictures.append(decoder.look(bytes([number]) * 16, alone))
-    prompt = PicturePrompt(plain, pictures, decoder.image_token)
+        images.append(decoder.look(bytes([number]) * 16, alone))
+    prompt = ImagePrompt(plain, images, decoder.image_token)
     caches = [decoder.new_caches(64) for _ in range(3)]
     with torch.inference_mode():
         (together,) = decoder.run_texts([(caches[0], prompt)])
-        decoder.run_texts([(caches[1], prompt[:7])])  # ends within a picture
+        decoder.run_texts([(caches[1], prompt[:7])])  # ends within an image
         pieces, again = decoder.run_texts([(caches[1], prompt[7:]), (caches[2], prompt)])
     for found in (together, pieces, again):
         assert (found - own).abs().max() < 1e-5 * own.abs().max()
@@ -211,8 +211,8 @@ def test_lfm2_vl_has_the_logits_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("window", [3, 6, 512])
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
-def test_tokens_of_a_picture_see_each_other(packed, tmp_path, window):
-    """Gemma 3 in batches: with windows shorter and longer than a picture, in calls that end within one, and from prefixes."""
+def test_tokens_of_an_image_see_each_other(packed, tmp_path, window):
+    """Gemma 3 in batches: with windows shorter and longer than an image, in calls that end within one, and from prefixes."""
     _, root = packed("gemma3")
     shutil.copytree(root / "gemma3" / "float", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -227,9 +227,9 @@ def test_tokens_of_a_picture_see_each_other(packed, tmp_path, window):
     assert (own - without)[-1].abs().max() > 1e-3  # it matters
     decoder = ImageDecoder(model, 128)
     alone = [llm.images.inputs_of(processor, [message("user", "?", [image])], template) for image in images]
-    pictures = [decoder.look(bytes([number]) * 16, each) for number, each in enumerate(alone)]
-    prompt = PicturePrompt(inputs["input_ids"][0].tolist(), [*pictures, pictures[0]], decoder.image_token)
-    first = prompt.index(pictures[0].first)
+    images = [decoder.look(bytes([number]) * 16, each) for number, each in enumerate(alone)]
+    prompt = ImagePrompt(inputs["input_ids"][0].tolist(), [*images, images[0]], decoder.image_token)
+    first = prompt.index(images[0].first)
     for count in range(1, len(prompt)):
         whole = decoder.whole(prompt, count)
         assert whole == (first + 4 if first < count < first + 4 else whole) and whole >= count
@@ -242,11 +242,11 @@ def test_tokens_of_a_picture_see_each_other(packed, tmp_path, window):
         copied = decoder.run_texts([(caches[2], prompt[end:]), (caches[1], prompt[:5])])[0]
     limit = 1e-5 * own.abs().max()
     assert (torch.cat([everywhere, later]) - own).abs().max() < limit and (copied - own[-1]).abs().max() < limit
-    batch = Batch(decoder, rows=first + 2)  # a picture does not fit in the rest of the first call
+    batch = Batch(decoder, rows=first + 2)  # an image does not fit in the rest of the first call
     results = []
     for _ in range(2):
         batch.add(Text(prompt, 4, on_end=results.append))
-        batch.add(Text(PicturePrompt([5, 6, 7], [], decoder.image_token), 4, on_end=results.append))
+        batch.add(Text(ImagePrompt([5, 6, 7], [], decoder.image_token), 4, on_end=results.append))
     while batch.step():
         pass
     tokens = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model").generate(
@@ -256,7 +256,7 @@ def test_tokens_of_a_picture_see_each_other(packed, tmp_path, window):
     assert [result.tokens for result in results if result.prompt_tokens > 3] == [expected] * 2
 
 
-def test_pictures_of_a_decoder(packed):
+def test_images_of_a_decoder(packed):
     """What keeps, finds and refuses numbers of tokens."""
     path, root = packed("qwen2_5_vl")
     model, processor = load_image_model(path.parent / "float"), load_image_processor(path)
@@ -266,22 +266,22 @@ def test_pictures_of_a_decoder(packed):
     first, second = (decoder.look(bytes([number]) * 16, inputs) for number, inputs in enumerate(alone))
     assert decoder.look(bytes(16), alone[1]) is first and decoder.computed == 2  # by its digest only
     token = decoder.image_token
-    prompt = PicturePrompt([1, *[token] * len(first), 2], [first], token)
+    prompt = ImagePrompt([1, *[token] * len(first), 2], [first], token)
     assert prompt.plain == [1, *[token] * len(first), 2] and len(set(prompt)) == len(prompt)
     assert all(map(decoder.takes, prompt)) and not decoder.takes(first.first + len(first)) and not decoder.takes(-1)
-    with pytest.raises(ValueError, match=rf"places for {len(first)} tokens of pictures; expected {len(first) + len(second)}"):
-        PicturePrompt(prompt.plain, [first, second], token)
+    with pytest.raises(ValueError, match=rf"places for {len(first)} tokens of images; expected {len(first) + len(second)}"):
+        ImagePrompt(prompt.plain, [first, second], token)
     with pytest.raises(ValueError, match="the digest has 3 bytes; expected 16 or more"):
         decoder.look(b"abc", alone[0])
     number = second.first
     del second
     decoder._kept.clear()
-    assert not decoder.takes(number) and decoder.takes(first.first)  # a prompt keeps its pictures
+    assert not decoder.takes(number) and decoder.takes(first.first)  # a prompt keeps its images
     with pytest.raises(ValueError, match="there is no token"):
         decoder.run_texts([(decoder.new_caches(64), [1, number])])
-    with pytest.raises(ValueError, match="a prefix cache on disk does not keep texts with pictures"):
+    with pytest.raises(ValueError, match="a prefix cache on disk does not keep texts with images"):
         decoder.prefix_key()
-    assert decoder.picture(bytes([1]) * 16) is None and decoder.picture(bytes(16)) is first
+    assert decoder.image(bytes([1]) * 16) is None and decoder.image(bytes(16)) is first
 
 
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
@@ -298,19 +298,19 @@ def test_commands(packed):
     path, root = packed("qwen2_5_vl")
     path = path.parent / "float"
     expected, count = generated(path, [message("user", "What?", shown(root, 0, 1))])
-    pictures = ("--image", root / "0.png", "--image", root / "1.png")
-    result = document(invoke("generate", path, *pictures, "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
+    images = ("--image", root / "0.png", "--image", root / "1.png")
+    result = document(invoke("generate", path, *images, "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
     assert (result["tokens"], result["prompt_tokens"]) == (expected, count)
     assert result["refusal"] is None
     assert keys_in(result) == documented_keys("generate")
     talk = document(
-        invoke("chat", path, *pictures, "--max-new-tokens", NEW, "--json", stdin=f"What?\n/image {root / '2.png'}\nAnd?\n")
+        invoke("chat", path, *images, "--max-new-tokens", NEW, "--json", stdin=f"What?\n/image {root / '2.png'}\nAnd?\n")
     )
     first, second = talk["turns"]
     assert (first["tokens"], first["prompt_tokens"]) == (expected, count)
     turns = [message("user", "What?", shown(root, 0, 1)), message("assistant", first["answer"])]
     assert second["tokens"] == generated(path, [*turns, message("user", "And?", shown(root, 2))])[0]
-    # Without a picture, with or without the template, with the placeholder of an image.
+    # Without an image, with or without the template, with the placeholder of an image.
     plain = document(invoke("generate", path, "--chat", "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
     assert plain["tokens"] == generated(path, [message("user", "What?")])[0]
     bare = document(invoke("generate", path, "--prompt", "What?", "--max-new-tokens", NEW, "--json"))
@@ -320,7 +320,7 @@ def test_commands(packed):
 @pytest.mark.filterwarnings("ignore:.* of the bytes of this .* stay float")
 def test_refusals(packed, tmp_path, monkeypatch):
     path, root = packed("qwen2_5_vl")
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     (tmp_path / "empty.png").write_bytes(b"")
     (tmp_path / "zero.ppm").write_bytes(b"P6 0 0 255\n")
     (tmp_path / "cut.png").write_bytes((root / "1.png").read_bytes()[:2000])
@@ -329,21 +329,21 @@ def test_refusals(packed, tmp_path, monkeypatch):
         return error(invoke("generate", model, "--image", image, "--prompt", "What?", *more))
 
     for name, said in {
-        "text.png": "is not a readable picture; expected PNG, JPEG",
-        "empty.png": "is not a readable picture; expected PNG, JPEG",
-        "zero.ppm": "is not a readable picture; expected PNG, JPEG",
-        "cut.png": "is a damaged picture",
+        "text.png": "is not a readable image; expected PNG, JPEG",
+        "empty.png": "is not a readable image; expected PNG, JPEG",
+        "zero.ppm": "is not a readable image; expected PNG, JPEG",
+        "cut.png": "is a damaged image",
         "none.png": "No such file",
     }.items():
         message_of = refused(tmp_path / name)
         assert str(tmp_path / name) in message_of and said in message_of, message_of
-    picture = root / "0.png"
-    assert "has model_type 'llama', which takes no images; expected a model of images and text" in refused(picture, model=FLOAT)
+    image = root / "0.png"
+    assert "has model_type 'llama', which takes no images; expected a model of images and text" in refused(image, model=FLOAT)
     for option in (("--cache", "int8"), ("--guesses", 2), ("--expert-memory", "1GB")):
-        assert f"{option[0]} requires lowbit's decoder, which sees no images; leave it out" in refused(picture, *option)
+        assert f"{option[0]} requires lowbit's decoder, which sees no images; leave it out" in refused(image, *option)
     (tmp_path / "template").write_text("{{ messages[-1].content }}")
     talk = ("chat", FLOAT, "--template", tmp_path / "template")
-    assert "this model takes no images" in error(invoke(*talk, stdin=f"/image {picture}\n"))
+    assert "this model takes no images" in error(invoke(*talk, stdin=f"/image {image}\n"))
     chat = llm.load_image_chat(path)
     for image, kind, said in (
         (PIL.Image.new("RGB", (0, 5)), ValueError, "the image has 0x5 pixels; expected at least one"),
@@ -366,7 +366,7 @@ def test_refusals(packed, tmp_path, monkeypatch):
         step.look({"input_ids": torch.zeros(2, 5, dtype=torch.int64)})
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match="is read by Pillow, which is not installed: pip install pillow"):
-        llm.open_image(picture)
+        llm.open_image(image)
 
 
 def bomb(width, height, kind="PNG"):
@@ -377,7 +377,7 @@ def bomb(width, height, kind="PNG"):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_formats_of_pictures(tmp_path, kind):
+def test_formats_of_images(tmp_path, kind):
     PIL.Image.new("RGB", (40, 30), (0, 255, 0)).save(tmp_path / "a.jpg", kind)  # the file name does not matter
     image = llm.open_image(tmp_path / "a.jpg")
     assert (image.size, image.mode) == ((40, 30), "RGB") and image.getpixel((5, 5))[1] > 250
@@ -395,11 +395,11 @@ def test_other_formats_never_reach_their_readers(tmp_path, monkeypatch, kind):
         PIL.Image.new("RGB", (32, 32)).save(file, kind)
         data = file.getvalue()
     (tmp_path / "x.jpg").write_bytes(data)
-    with pytest.raises(ValueError, match="x.jpg is not a readable picture; expected PNG, JPEG, WEBP, GIF, BMP"):
+    with pytest.raises(ValueError, match="x.jpg is not a readable image; expected PNG, JPEG, WEBP, GIF, BMP"):
         llm.open_image(tmp_path / "x.jpg")
 
 
-def test_limits_of_pictures(tmp_path, monkeypatch):
+def test_limits_of_images(tmp_path, monkeypatch):
     path = tmp_path / "x.png"
     for size in ((8193, 8192), (12000, 9000), (20000, 20000)):  # below and above Pillow's own limits
         path.write_bytes(bomb(*size))
@@ -409,11 +409,11 @@ def test_limits_of_pictures(tmp_path, monkeypatch):
         monkeypatch.undo()
     with open(path, "wb") as file:
         file.truncate((128 << 20) + 1)
-    with pytest.raises(ValueError, match="x.png has 134217729 bytes; expected a picture of at most 134217728"):
+    with pytest.raises(ValueError, match="x.png has 134217729 bytes; expected an image of at most 134217728"):
         llm.open_image(path)
 
 
-def test_damaged_pictures_give_one_sentence(tmp_path):
+def test_damaged_images_give_one_sentence(tmp_path):
     """Changes of each byte of each format's header, and truncated files."""
     path = tmp_path / "x"
     for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):

@@ -107,7 +107,7 @@ def test_a_long_prompt_comes_in_pieces(monkeypatch):
     hook = decoder.model.model.register_forward_pre_hook(
         lambda module, arguments, named: rows.append(named["input_ids"].shape[1]), with_kwargs=True
     )
-    monkeypatch.setattr(lowbit.llm.decoder, "PIECE", 8)
+    monkeypatch.setattr(lowbit.llm.texts_call, "PIECE", 8)
     for size, expected in ((1, [1]), (8, [8]), (9, [5, 4]), (57, [8, 7, 7, 7, 7, 7, 7, 7])):
         rows.clear()
         run(decoder, tokens[:size])
@@ -274,7 +274,7 @@ def test_ahead_of_time(monkeypatch):
     check_shared_caches(step, decoder)
     assert torch.equal(run(step, PROMPT, [1] * len(PROMPT)), run(step, PROMPT, [1] * len(PROMPT)))
     in_pieces = run(step, PROMPT, [4, 4, 3])
-    monkeypatch.setattr(lowbit.llm.decoder, "PIECE", 4)
+    monkeypatch.setattr(lowbit.llm.texts_call, "PIECE", 4)
     assert torch.equal(run(step, PROMPT), in_pieces)
     with pytest.raises(ValueError, match="backend is 'gcc'; expected 'aot' or 'inductor'"):
         compile_decoder(decoder, "gcc")

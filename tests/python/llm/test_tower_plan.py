@@ -1,4 +1,4 @@
-"""Vision towers by plans: results as those of the tower's own code, for each picture by itself."""
+"""Vision towers by plans: results as those of the tower's own code, for each image by itself."""
 
 import lowbit
 import pytest
@@ -19,39 +19,39 @@ def test_results(tmp_path, kind, config):
     tower = PlannedTower(model)
     module = model.model.vision_tower if kind == "gemma3" else model.model.vision_model
     generator = torch.Generator().manual_seed(0)
-    pictures = torch.randn(3, 3, 32, 32, generator=generator)
+    images = torch.randn(3, 3, 32, 32, generator=generator)
 
-    def call(pictures):
-        masks = {} if kind == "gemma3" else {"patch_attention_mask": torch.ones(len(pictures), 4, 4, dtype=torch.bool)}
-        return module(pixel_values=pictures, **masks).last_hidden_state
+    def call(images):
+        masks = {} if kind == "gemma3" else {"patch_attention_mask": torch.ones(len(images), 4, 4, dtype=torch.bool)}
+        return module(pixel_values=images, **masks).last_hidden_state
 
-    own = call(pictures)
+    own = call(images)
     with tower.active():
-        found = call(pictures)
-        again = torch.cat([call(picture[None]) for picture in pictures.flip(0)]).flip(0)
+        found = call(images)
+        again = torch.cat([call(image[None]) for image in images.flip(0)]).flip(0)
     assert tower.plan_refusal is None and tower.calls == 4
-    assert torch.equal(found, again)  # neither the number of pictures nor earlier ones matter
+    assert torch.equal(found, again)  # neither the number of images nor earlier ones matter
     assert 0 < (found - own).norm() < 0.05 * own.norm()
-    assert torch.equal(call(pictures), own)  # by its own code
-    if kind == "idefics3":  # only a part of a picture
+    assert torch.equal(call(images), own)  # by its own code
+    if kind == "idefics3":  # only a part of an image
         mask = torch.ones(1, 4, 4, dtype=torch.bool)
         mask[:, 2:] = False
-        own = module(pixel_values=pictures[:1], patch_attention_mask=mask).last_hidden_state
+        own = module(pixel_values=images[:1], patch_attention_mask=mask).last_hidden_state
         with tower.active():
-            found = module(pixel_values=pictures[:1], patch_attention_mask=mask).last_hidden_state
+            found = module(pixel_values=images[:1], patch_attention_mask=mask).last_hidden_state
         assert (found - own)[:, :8].norm() < 0.05 * own[:, :8].norm()
     next(module.parameters()).mul_(2)
     with tower.active():
-        changed = call(pictures)
-    assert (changed - call(pictures)).norm() < 0.05 * changed.norm()
+        changed = call(images)
+    assert (changed - call(images)).norm() < 0.05 * changed.norm()
     assert not torch.equal(changed, again)
 
 
 def test_towers_without_a_plan(tmp_path):
     save_image_model("qwen3_vl", tmp_path)
     model = load_image_model(tmp_path, lowbit.LowBitConfig(4))
-    tower, grid, pictures = PlannedTower(model), torch.tensor([[1, 4, 4]]), torch.randn(16, 3 * 2 * 8 * 8)
+    tower, grid, images = PlannedTower(model), torch.tensor([[1, 4, 4]]), torch.randn(16, 3 * 2 * 8 * 8)
     with torch.no_grad(), tower.active():
-        model.model.visual(pictures, grid_thw=grid)
-    assert tower.plan_refusal == "its pictures have 2 dimensions; expected [n, channels, height, width]"
+        model.model.visual(images, grid_thw=grid)
+    assert tower.plan_refusal == "its images have 2 dimensions; expected [n, channels, height, width]"
     assert PlannedTower(torch.nn.Linear(2, 2)).plan_refusal == "it has no vision tower of a known name"

@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 import torch
 from lowbit import _C
-from lowbit.plan.lowering import Roles, lowered
+from lowbit.plan.lowering import lowered
+from lowbit.plan.plan_builder import Roles
 from lowbit.plan.plan_file import Extent, to_bytes
-from lowbit.plan.recording import Sizes, Unplannable, record
+from lowbit.plan.recording import CALLS, Sizes, Unplannable, record
 from lowbit.plan.running import Caches, Planned
 from torch import Tensor
 
 F = torch.nn.functional
-RECORDED = ((4, 2), (6, 3), (9, 5), (12, 7))
 SIZES = ((1, 1), (1, 0), (2, 1), (5, 5), (33, 7), (200, 64))
 WEIGHT, BIAS = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6.0)
 KERNELS = torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(2))
@@ -29,9 +29,9 @@ def inputs(rows: int, kept: int) -> list[Tensor]:
 
 
 def plan_of(function, make=inputs, state=None) -> Planned:
-    given = [make(*call) for call in RECORDED]
+    given = [make(*call) for call in CALLS]
     recordings = [record(partial(function, *each), each) for each in given]
-    return Planned(lowered(recordings, Sizes(RECORDED), Roles(len(given[0]), []), state or {}))
+    return Planned(lowered(recordings, Roles(len(given[0]), []), state or {}))
 
 
 def check(function, exact: bool = True, state=None) -> None:
@@ -255,9 +255,9 @@ def test_functions_without_a_plan(name):
 
 
 def test_sizes():
-    sizes = Sizes(RECORDED)
+    sizes = Sizes()
     for extent in (Extent(5), Extent(0, 1), Extent(3, 0, 2), Extent(-4, 7, 1)):
-        assert sizes.extent(tuple(extent.at(*call) for call in RECORDED)) == extent
+        assert sizes.extent(tuple(extent.at(*call) for call in CALLS)) == extent
     for values in ((1, 2, 3, 5), (4, 6, 9, 13), (16, 36, 81, 144), (1, 1, 1, 2)):
         with pytest.raises(Unplannable, match="a size is"):
             sizes.extent(values)

@@ -176,7 +176,7 @@ def test_idle_connections_make_room(model, monkeypatch):
     with serving([model], Limits()) as (port, server), contextlib.ExitStack() as stack:
         half = "POST /detokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 60\r\n\r\n{"
         bodies = [connect(stack, port, half) for _ in range(6)]
-        while server._busy < 6:
+        while server.gate.busy < 6:
             time.sleep(0.01)
         idle = [connect(stack, port, "GET /he") for _ in range(2)]
         assert Client(port).post("/v1/completions", **BODY)["choices"]  # instead of the first idle one
@@ -184,7 +184,7 @@ def test_idle_connections_make_room(model, monkeypatch):
         assert status == 503 and error["code"] == "too_many_connections"
         more = [connect(stack, port, half) for _ in range(2)]
         assert answer(idle[1])[0] == 503
-        while server._busy < 8:
+        while server.gate.busy < 8:
             time.sleep(0.01)
         last = connect(stack, port)  # no other is idle
         assert answer(last)[0] == 503
@@ -195,7 +195,7 @@ def test_idle_connections_make_room(model, monkeypatch):
 def test_incomplete_bodies_make_room(model):
     with serving([model], Limits(requests=4)) as (port, server), contextlib.ExitStack() as stack:
         half = [connect(stack, port, HEAD + "{") for _ in range(4)]
-        while len(server._bodies) < 4:
+        while len(server.gate.bodies) < 4:
             time.sleep(0.01)
         for _ in range(2):
             assert Client(port).post("/v1/completions", **BODY)["choices"]
@@ -220,7 +220,7 @@ def test_a_body_must_arrive_at_a_minimum_rate(model):
                     connection.sendall(b" ")  # would take minutes
                     time.sleep(0.02)
             assert found.result()[0] == 408
-        assert not server._bodies and not server._busy
+        assert not server.gate.bodies and not server.gate.busy
 
 
 def test_a_stream_is_an_open_request_until_it_ends(loaded):
@@ -236,7 +236,7 @@ def test_a_stream_is_an_open_request_until_it_ends(loaded):
         assert error["code"] == "too_many_requests"
         go.set()
         assert stream.result()
-        while server._busy:
+        while server.gate.busy:
             time.sleep(0.01)
         assert client.post("/v1/completions", **BODY)["choices"]
 
@@ -254,7 +254,7 @@ def play(events, seconds, reads, end=None):
         sent.append(message)
 
     async def run():
-        response = Events(events(), lambda: server._time(seconds), lambda: sent.append("gone"), lambda: None)
+        response = Events(events(), lambda: server.gate._time(seconds), lambda: sent.append("gone"), lambda: None)
         playing = asyncio.ensure_future(response({"type": "http", "method": "POST"}, receive, send))
         if end is not None:
             await asyncio.sleep(0.05)
@@ -302,7 +302,7 @@ def test_a_timeout_before_the_first_event():
         async def receive():
             await asyncio.Event().wait()
 
-        response = Events(silent(), lambda: server._time(0.05), lambda: None, lambda: None)
+        response = Events(silent(), lambda: server.gate._time(0.05), lambda: None, lambda: None)
         await response({"type": "http", "method": "POST"}, receive, send)
 
     asyncio.run(run())

@@ -333,7 +333,7 @@ def give(tab, data, name, kind):
 
 
 def png(width, height):
-    """A picture of one color."""
+    """An image of one color."""
     rows = (b"\0" + b"\x20\x40\x80" * width) * height
     chunks = (b"IHDR" + struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(rows), b"IEND")
     return b"\x89PNG\r\n\x1a\n" + b"".join(
@@ -345,11 +345,11 @@ PENDING = "document.querySelectorAll('#attached img, #attached audio').length"
 
 
 @SIZES
-def test_pictures(tmp_path, width, height):
-    cards = [{"id": "seeing", "chat": True, "pictures": True}]
+def test_images(tmp_path, width, height):
+    cards = [{"id": "seeing", "chat": True, "images": True}]
     with scripted(tmp_path, width, height, "blind", cards) as (script, tab):
         attach = "document.querySelector('#attach').offsetParent !== null"
-        assert not tab.value(attach)  # the first model takes no pictures
+        assert not tab.value(attach)  # the first model takes no images
         tab.value("document.querySelector('#model').selectedIndex = 1")
         tab.value("document.querySelector('#model').dispatchEvent(new Event('change'))")
         assert tab.value(attach)
@@ -357,7 +357,7 @@ def test_pictures(tmp_path, width, height):
         for number, (data, name, kind) in enumerate([(small, "a.png", "image/png"), (large, "b.png", "image/png")], 1):
             give(tab, data, name, kind)
             tab.wait(f"{PENDING} === {number}")
-        give(tab, b"no picture", "c.tiff", "image/tiff")
+        give(tab, b"no image", "c.tiff", "image/tiff")
         tab.wait("document.querySelector('.error')")
         assert shown(tab)[0][1].startswith("c.tiff: ")
         give(tab, small, "d.png", "image/png")
@@ -371,7 +371,7 @@ def test_pictures(tmp_path, width, height):
         sizes = json.loads(tab.value("JSON.stringify([...document.querySelectorAll('.user img')].map("
                                      "image => [image.naturalWidth, image.naturalHeight]))"))  # fmt: skip
         assert sizes[0] == [40, 30] and 1 << 20 < sizes[1][0] * sizes[1][1] <= 2100000  # the browser shows both
-        # A picture without a text; after an error it comes back.
+        # An image without a text; after an error it comes back.
         give(tab, small, "a.png", "image/png")
         tab.wait(f"{PENDING} === 1")
         tab.click("#send")
@@ -405,7 +405,7 @@ def test_recordings(tmp_path):
         assert b'name="model"\r\n\r\nhearing\r\n' in form and b'filename="a.wav"' in form and b"RIFF sound" in form
         give(tab, png(4, 4), "a.png", "image/png")
         tab.wait("document.querySelector('.error')")
-        assert shown(tab) == [("error", "a.png: this model takes no pictures.")]
+        assert shown(tab) == [("error", "a.png: this model takes no images.")]
         tab.click("#send")
         script.answer(0, "Yes", *ends())
         tab.wait(DONE)
@@ -418,7 +418,7 @@ def test_recordings(tmp_path):
 HOSTILE = """<script>document.title = 'run'</script>
 <img src="http://127.0.0.1:9/i.png" onerror="document.title = 'run'"> <svg onload="document.title='run'"></svg>
 
-![picture](http://127.0.0.1:9/p.png) ![](javascript:document.title='run') ![d](data:text/html,x)
+![image](http://127.0.0.1:9/p.png) ![](javascript:document.title='run') ![d](data:text/html,x)
 
 [a](javascript:document.title='run') [b](JaVaScRiPt&colon;document.title='run') [c](&#106;avascript:document.title='run')
 [d](data:text/html,<script>1</script>) <javascript:document.title='run'> [e](//127.0.0.1:9/e) [f](vbscript:x "onclick=x")

@@ -14,10 +14,11 @@ from needs import need_packages
 
 need_packages("starlette", "uvicorn", "pydantic", "llguidance")
 
+from lowbit.serve.bodies import parse, validated
 from lowbit.serve.constraints import _trial
 from lowbit.serve.embeddings import Encoder
 from lowbit.serve.errors import ApiError
-from lowbit.serve.protocol import Chat, Completion, parse, validated
+from lowbit.serve.protocol import Chat, Completion
 from lowbit.serve.routes import Limits
 from lowbit.serve.tools import Held, find_calls
 from test_serve import CHAT, TOOLS, WITH_TOOLS, Client, FakeEncoder, made, serving

@@ -17,11 +17,12 @@ from needs import need_packages
 
 need_packages("starlette", "uvicorn", "python_multipart", "av")
 
-from lowbit.serve import routes, speech
+from lowbit.serve import speech
 from lowbit.serve.routes import Limits
 from lowbit.speech import load_audio, load_transcriber
 from lowbit.speech.subtitles import subtitle
 from speech_models import SECOND, tiny_whisper
+from starlette.datastructures import UploadFile
 from test_serve import Client, serving
 from test_speech import container, sound
 
@@ -236,14 +237,14 @@ def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch
             held.remove(id(listening))
         return segments
 
-    beside, read = [], routes.UploadFile.read
+    beside, read = [], UploadFile.read
 
     async def reading(file, size=-1):
         beside.append(len(held))
         return await read(file, size)
 
     monkeypatch.setattr(speech.Listening, "next", following)
-    monkeypatch.setattr(routes.UploadFile, "read", reading)
+    monkeypatch.setattr(UploadFile, "read", reading)
     with serving([model], Limits(recordings=1)) as (port, server), ThreadPoolExecutor(4) as pool:
         data = (directory / "0.wav").read_bytes()
         found = list(pool.map(lambda n: sent(Client(port), data, stream="true" if n % 2 else "false")[1], range(4)))
@@ -254,7 +255,7 @@ def test_few_recordings_are_in_memory_at_a_time(directory, expected, monkeypatch
             == 4
         )
         assert set(most) == {1} and beside == [0] * 4  # including the bytes of the files
-        while server._busy:
+        while server.gate.busy:
             time.sleep(0.01)
 
 
@@ -270,7 +271,7 @@ def test_a_transcription_does_not_wait_for_a_slow_client():
         return type("Listening", (), {"document": lambda self: {"text": "abc"}})()
 
     async def read():
-        events = routes.deltas(hear)
+        events = deltas(hear)
         found = [await anext(events)]
         for _ in range(10):
             await asyncio.sleep(0)

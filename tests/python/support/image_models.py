@@ -85,7 +85,7 @@ def _gemma4(directory: Path, **more):
 
 
 def _gemma4_large(directory: Path):
-    """Without inputs for each layer; the tokens of a picture see each other in layers with a window."""
+    """Without inputs for each layer; the tokens of an image see each other in layers with a window."""
     return _gemma4(directory, hidden_size_per_layer_input=0, use_bidirectional_attention="vision")
 
 
@@ -173,7 +173,7 @@ def save_image_model(kind: str, directory: Path) -> None:
     (directory / "generation_config.json").write_text(json.dumps({**config, "do_sample": False, "eos_token_id": 256}))
 
 
-def save_picture(path: Path, seed: int = 0, size: tuple[int, int] = (40, 30)) -> Path:
+def save_image(path: Path, seed: int = 0, size: tuple[int, int] = (40, 30)) -> Path:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=generator, dtype=torch.uint8)
     PIL.Image.fromarray(pixels.numpy()).save(path)
@@ -181,7 +181,7 @@ def save_picture(path: Path, seed: int = 0, size: tuple[int, int] = (40, 30)) ->
 
 
 def lfm2_vl_inputs(seed: int, sizes: list[tuple[int, int]], image: int = 257) -> dict[str, torch.Tensor]:
-    """Inputs of an LFM2-VL model, with pictures of these numbers of patches (rows, columns) among other tokens."""
+    """Inputs of an LFM2-VL model, with images of these numbers of patches (rows, columns) among other tokens."""
     generator = torch.Generator().manual_seed(seed)
     most = max(rows * columns for rows, columns in sizes)
     pixels, mask, ids = torch.zeros(len(sizes), most, 192), torch.zeros(len(sizes), most, dtype=torch.int64), [5, 6, 7]

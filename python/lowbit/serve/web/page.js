@@ -2,7 +2,7 @@
 const by = id => document.getElementById(id);
 const touch = matchMedia("(pointer: coarse)").matches;  // a keyboard on the screen has no Shift+Enter
 let conversation = [];  // messages
-let attached = [];  // elements of the next message: pictures with data URLs, and recordings
+let attached = [];  // elements of the next message: images with data URLs, and recordings
 let listener = null;  // the model that transcribes recordings
 let running = null;  // the AbortController of the answer that is being written
 
@@ -31,7 +31,7 @@ async function list() {
     by("model").replaceChildren(...data.filter(card => "chat" in card).map(card => {
       const option = new Option(card.chat ? card.id : `${card.id} (continues texts)`, card.id);
       option.dataset.chat = card.chat;
-      option.dataset.pictures = card.pictures;
+      option.dataset.images = card.images;
       return option;
     }));
     listener = data.find(card => card.recordings)?.id ?? null;
@@ -78,12 +78,12 @@ function notes(box, { reason, problem, usage, seconds, most }) {
   }
 }
 
-// Pictures and recordings of the next message.
+// Images and recordings of the next message.
 
 const KINDS = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];  // that the server reads
 const LARGE = 1 << 20, PIXELS = 1 << 21;  // a larger file is scaled down to so many pixels, because each turn sends it again
 
-const sees = () => by("model").selectedOptions[0]?.dataset.pictures === "true";
+const sees = () => by("model").selectedOptions[0]?.dataset.images === "true";
 
 // Shows what can be attached.
 function offer() {
@@ -91,7 +91,7 @@ function offer() {
   by("attach").hidden = !by("files").accept;
   by("attached").replaceChildren(...attached.map(item => {
     if (item.tagName === "AUDIO") return item;
-    const button = element("button", [item], { type: "button", title: "Remove this picture" });
+    const button = element("button", [item], { type: "button", title: "Remove this image" });
     button.addEventListener("click", () => { attached = attached.filter(each => each !== item); offer(); });
     return button;
   }));
@@ -107,7 +107,7 @@ function dataUrl(file) {
   });
 }
 
-async function picture(file) {
+async function imageUrl(file) {
   if (KINDS.includes(file.type) && file.size <= LARGE) return dataUrl(file);
   const image = await createImageBitmap(file);
   const scale = Math.min(1, Math.sqrt(PIXELS / (image.width * image.height)));
@@ -137,12 +137,12 @@ async function attach(files) {
   for (const file of files) {
     const sound = /^(audio|video)\//.test(file.type);
     if (sound ? !listener : !sees()) {
-      show("error", `${file.name}: ${sound ? "this server has no speech model" : "this model takes no pictures"}.`);
+      show("error", `${file.name}: ${sound ? "this server has no speech model" : "this model takes no images"}.`);
       continue;
     }
     try {
       const item = sound ? element("audio", [], { controls: true, src: URL.createObjectURL(file) })
-        : element("img", [], { src: await picture(file), alt: file.name });
+        : element("img", [], { src: await imageUrl(file), alt: file.name });
       attached.push(item);
       offer();
       if (sound) await listen(file);
@@ -156,10 +156,10 @@ async function ask(text) {
   // A new conversation replaces these, so that nothing of this answer can get into it.
   const messages = conversation, controller = new AbortController();
   document.querySelectorAll(".error").forEach(box => box.remove());
-  const items = attached, pictures = items.filter(item => item.tagName === "IMG");
+  const items = attached, images = items.filter(item => item.tagName === "IMG");
   attached = [];
   offer();
-  const parts = pictures.map(item => ({ type: "image_url", image_url: { url: item.src } }));
+  const parts = images.map(item => ({ type: "image_url", image_url: { url: item.src } }));
   messages.push({ role: "user", content: parts.length ? [...parts, ...(text ? [{ type: "text", text }] : [])] : text });
   const question = show("user", text), box = show("assistant waiting");
   question.prepend(...items);

@@ -1,4 +1,4 @@
-"""Pictures in chat completions: the text of transformers, no picture computed twice, and refusals."""
+"""Images in chat completions: the text of transformers, no image computed twice, and refusals."""
 
 import base64
 import io
@@ -26,7 +26,7 @@ need_packages("starlette", "uvicorn", "python_multipart", "openai", "anthropic")
 
 import anthropic
 import openai
-from lowbit.serve import pictures, run
+from lowbit.serve import image_conversations, run
 from lowbit.serve.routes import Limits
 from test_serve import Client, made, serving
 
@@ -34,10 +34,10 @@ transformers = pytest.importorskip("transformers")
 
 NEW = 8
 SIZES = [(40, 30), (64, 64), (17, 50)]
-LIMITS = Limits(pictures=4, picture_pixels=20_000, pictures_at_once=1)
+LIMITS = Limits(images=4, image_pixels=20_000, images_at_once=1)
 
 
-def picture(seed, size=None):
+def make_image(seed, size=None):
     size = SIZES[seed] if size is None else size
     pixels = torch.randint(0, 256, (size[1], size[0], 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     return PIL.Image.fromarray(pixels.numpy())
@@ -66,7 +66,7 @@ class Family:
         self.template = llm.images.image_template(self.processor, path)
         self.plain = transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
         settings = {"at_once": 3, "rows": 48, "prefix_bytes": 1 << 24}
-        self.served = pictures.load(
+        self.served = image_conversations.load(
             "sees", path, load_image_model(path), max_length=512, cache=None, template=None, pixels=pixels, **settings
         )
 
@@ -109,7 +109,7 @@ def ask(port, *messages, **more):
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4_large", "idefics3", "qwen2_5_vl", "qwen3_vl"])
 def test_conversations_have_the_text_of_transformers(families, kind):
     family = families(kind)
-    images = [picture(number) for number in range(3)]
+    images = [make_image(number) for number in range(3)]
     first = [said("user", "What?", images[0])]
     own = [message("user", "What?", images[:1])]
     text, count = family.expected(*own)
@@ -117,7 +117,7 @@ def test_conversations_have_the_text_of_transformers(families, kind):
         answer = ask(port, *first)
         assert (answer.choices[0].message.content, answer.usage.prompt_tokens) == (text, count)
         computed = family.served.decoder.computed
-        # Another turn with two pictures, one of them seen before, in another format.
+        # Another turn with two images, one of them seen before, in another format.
         second = [*first, said("assistant", text), said("user", "And these?", images[2], images[0], kind="WEBP", detail="high")]
         own += [message("assistant", text), message("user", "And these?", [images[2], images[0]])]
         text, count = family.expected(*own)
@@ -129,28 +129,28 @@ def test_conversations_have_the_text_of_transformers(families, kind):
         stream = list(ask(port, *second, stream=True, stream_options={"include_usage": True}))
         assert "".join(each.choices[0].delta.content or "" for each in stream if each.choices) == text
         assert stream[-1].usage.prompt_tokens_details.cached_tokens == count - 1
-        # Without a picture, and with the text of a control token.
+        # Without an image, and with the text of a control token.
         for words in ("What?", "a <eos> b"):
             answer = ask(port, {"role": "user", "content": words}).choices[0].message.content
             if words == "What?":
                 assert answer == family.expected(message("user", words))[0]
         assert family.served.decoder.computed == computed + 1
-        # Pictures of other pixels share no keys and values, whatever else is the same.
+        # Images of other pixels share no keys and values, whatever else is the same.
         answer = ask(port, said("user", "What?", images[1].resize(SIZES[0])))
         assert answer.choices[0].message.content == family.expected(message("user", "What?", [images[1].resize(SIZES[0])]))[0]
         cards = {card["id"]: card for card in json.loads(Client(port).get("/v1/models"))["data"]}
-        assert cards["sees"]["pictures"] is True
+        assert cards["sees"]["images"] is True
 
 
 def test_requests_at_the_same_time(families):
     family = families("qwen3_vl")
     talks = [[("user", "What is it? " * number, numbers)] for number, numbers in enumerate([(0,), (1, 2), (), (2, 0, 1)], 1)]
-    expected = [family.expected(*(message(r, t, [picture(n) for n in ns]) for r, t, ns in talk))[0] for talk in talks]
+    expected = [family.expected(*(message(r, t, [make_image(n) for n in ns]) for r, t, ns in talk))[0] for talk in talks]
     with serving([family.served], Limits()) as (port, _), ThreadPoolExecutor(8) as pool:
 
         def answer(number):
             talk = talks[number % len(talks)]
-            found = ask(port, *(said(r, t, *(picture(n) for n in ns)) for r, t, ns in talk), n=1 + number % 2)
+            found = ask(port, *(said(r, t, *(make_image(n) for n in ns)) for r, t, ns in talk), n=1 + number % 2)
             return [choice.message.content for choice in found.choices]
 
         for number, texts in enumerate(pool.map(answer, range(12))):
@@ -162,8 +162,8 @@ def test_a_text_does_not_depend_on_other_requests(tmp_path):
     save_image_model("qwen3_vl", tmp_path / "model")
     model = load_image_model(tmp_path / "model", lowbit.LowBitConfig(bits=4))
     settings = {"max_length": 512, "cache": None, "template": None, "pixels": None, "at_once": 4, "rows": 40}
-    served = pictures.load("sees", tmp_path / "model", model, prefix_bytes=1 << 24, **settings)
-    talks = [[said("user", "What? " * number, *map(picture, shown))] for number, shown in enumerate([(0,), (1, 2), ()], 1)]
+    served = image_conversations.load("sees", tmp_path / "model", model, prefix_bytes=1 << 24, **settings)
+    talks = [[said("user", "What? " * number, *map(make_image, shown))] for number, shown in enumerate([(0,), (1, 2), ()], 1)]
 
     def texts(port, number):
         found = ask(port, *talks[number % 3], temperature=1.5, seed=number % 3, max_tokens=2 * NEW)
@@ -176,7 +176,7 @@ def test_a_text_does_not_depend_on_other_requests(tmp_path):
 
 
 def test_clients_that_disconnect(families, monkeypatch):
-    """Few threads open pictures of disconnected clients, and later requests get their answers."""
+    """Few threads open images of disconnected clients, and later requests get their answers."""
     family, opened, most = families("qwen2_5_vl"), threading.Semaphore(0), [0, 0]
     read = llm.images.read_image
 
@@ -188,25 +188,25 @@ def test_clients_that_disconnect(families, monkeypatch):
         return read(*arguments)
 
     monkeypatch.setattr(llm.images, "read_image", slow)
-    body = json.dumps({"messages": [said("user", "?", picture(0))], "max_tokens": 1}).encode()
+    body = json.dumps({"messages": [said("user", "?", make_image(0))], "max_tokens": 1}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with serving([family.served], LIMITS) as (port, server):
         for _ in range(6):
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 connection.sendall(head + body)
-                while server._busy != 1 or server._bodies or not most[0]:
+                while server.gate.busy != 1 or server.gate.bodies or not most[0]:
                     time.sleep(0.001)
-            while server._busy:
+            while server.gate.busy:
                 time.sleep(0.001)
         opened.release(50)
-        assert ask(port, said("user", "What?", picture(0))).choices
+        assert ask(port, said("user", "What?", make_image(0))).choices
     assert most[1] == 1  # as many as the limit
 
 
 def test_budgets_of_pixels(families, tmp_path):
     save_image_model("qwen2_5_vl", tmp_path / "model")
     family = Family(tmp_path / "model", pixels=1500)
-    large = picture(1, (100, 60))
+    large = make_image(1, (100, 60))
     with serving([family.served], LIMITS) as (port, _):
         answer = ask(port, said("user", "What?", large))
         scaled = llm.images.scaled(large, 1500)
@@ -217,9 +217,9 @@ def test_budgets_of_pixels(families, tmp_path):
     assert llm.images.scaled(large, 6000) is large
 
 
-def test_a_low_detail_is_a_smaller_picture(families, monkeypatch):
-    monkeypatch.setattr(pictures, "_LOW_PIXELS", 1500)
-    family, large = families("qwen2_5_vl"), picture(1, (100, 60))
+def test_a_low_detail_is_a_smaller_image(families, monkeypatch):
+    monkeypatch.setattr(image_conversations, "_LOW_PIXELS", 1500)
+    family, large = families("qwen2_5_vl"), make_image(1, (100, 60))
     with serving([family.served], LIMITS) as (port, _):
         high, low = (ask(port, said("user", "What?", large, detail=detail)) for detail in ("high", "low"))
     assert low.usage.prompt_tokens < high.usage.prompt_tokens
@@ -229,7 +229,7 @@ def test_a_low_detail_is_a_smaller_picture(families, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_formats(client, kind):
-    assert client.post("/v1/chat/completions", messages=[said("user", "?", picture(0), kind=kind)], max_tokens=1)["choices"]
+    assert client.post("/v1/chat/completions", messages=[said("user", "?", make_image(0), kind=kind)], max_tokens=1)["choices"]
 
 
 TIFF = base64.b64encode(b"II*\0" + bytes(40)).decode()
@@ -244,11 +244,11 @@ TIFF = base64.b64encode(b"II*\0" + bytes(40)).decode()
         ("/etc/hostname", "expected a data URL", "invalid_image_url"),
         ("data:text/plain;base64,aGk=", "expected a data URL", "invalid_image_url"),
         ("data:image/png,%00", "expected a data URL", "invalid_image_url"),
-        ("data:image/png;base64,a*b", "the picture is not base64", "invalid_image_url"),
-        ("data:image/png;base64,\u00e9", "the picture is not base64", "invalid_image_url"),
-        ("data:image/png;base64,", "the picture is not a readable picture; expected PNG, JPEG, WEBP", "invalid_image"),
-        (f"data:image/tiff;base64,{TIFF}", "the picture is not a readable picture; expected PNG", "invalid_image"),
-        ("data:image/svg+xml;base64,PHN2Zy8+", "the picture is not a readable picture", "invalid_image"),
+        ("data:image/png;base64,a*b", "the image is not base64", "invalid_image_url"),
+        ("data:image/png;base64,\u00e9", "the image is not base64", "invalid_image_url"),
+        ("data:image/png;base64,", "the image is not a readable image; expected PNG, JPEG, WEBP", "invalid_image"),
+        (f"data:image/tiff;base64,{TIFF}", "the image is not a readable image; expected PNG", "invalid_image"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "the image is not a readable image", "invalid_image"),
     ],
 )
 def test_refused_addresses_and_files(client, part, said_of_it, code):
@@ -270,30 +270,32 @@ def test_refusals(client, families):
         return {"type": "image_url", "image_url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"}
 
     before = families("qwen2_5_vl").served.decoder.computed
-    assert "the picture has 81000000 pixels; expected at most 20000" in refused([bomb("PNG")])
-    assert "picture 1 has 10000 pixels; expected at most 8800" in refused(
-        [seen(picture(0, (112, 100))), seen(picture(0, (100, 100)))]
+    assert "the image has 81000000 pixels; expected at most 20000" in refused([bomb("PNG")])
+    assert "image 1 has 10000 pixels; expected at most 8800" in refused(
+        [seen(make_image(0, (112, 100))), seen(make_image(0, (100, 100)))]
     )
-    assert "messages has 5 pictures; expected at most 4" in refused([seen(picture(0))] * 5)
-    cut = url(picture(1))[:4000]
-    assert "the picture is a damaged picture" in refused(
+    assert "messages has 5 images; expected at most 4" in refused([seen(make_image(0))] * 5)
+    cut = url(make_image(1))[:4000]
+    assert "the image is a damaged image" in refused(
         [{"type": "image_url", "image_url": {"url": cut[: len(cut) // 4 * 4 - 2]}}]
     )
-    assert "image_url.detail is 'huge'; expected" in refused([seen(picture(0), detail="huge")])
+    assert "image_url.detail is 'huge'; expected" in refused([seen(make_image(0), detail="huge")])
     assert "image_url is 5; expected" in refused([{"type": "image_url", "image_url": 5}])
     assert "a part of type image_url without image_url" in refused([{"type": "image_url"}])
     assert "url is missing" in refused([{"type": "image_url", "image_url": {}}])
     assert "type is 'input_audio'; expected 'text' or 'image_url'" in refused([{"type": "input_audio"}])
-    assert "has the text of a control token" in refused([seen(picture(0)), {"type": "text", "text": "a <|image_pad|> b"}])
-    assert "expected fewer than the 512 of the context" in refused([seen(picture(0)), {"type": "text", "text": "word " * 600}])
+    assert "has the text of a control token" in refused([seen(make_image(0)), {"type": "text", "text": "a <|image_pad|> b"}])
+    assert "expected fewer than the 512 of the context" in refused(
+        [seen(make_image(0)), {"type": "text", "text": "word " * 600}]
+    )
     assert families("qwen2_5_vl").served.decoder.computed == before
-    body = {"messages": [{"role": "user", "content": [seen(picture(0))]}]}
-    assert client.refused("/tokenize", body, 400)[0]["code"] == "no_pictures"
+    body = {"messages": [{"role": "user", "content": [seen(make_image(0))]}]}
+    assert client.refused("/tokenize", body, 400)[0]["code"] == "no_images"
     assert client.post("/tokenize", messages=[{"role": "user", "content": "a"}])["count"] > 1
 
 
 def test_command(tmp_path, monkeypatch):
-    """Which models are served with pictures, and with which options."""
+    """Which models are served with images, and with which options."""
     served = []
     monkeypatch.setattr(run, "run", lambda models, *_, **settings: served.extend(models))
     for kind in ("gemma3", "gemma4", "qwen2_5_vl"):
@@ -305,38 +307,38 @@ def test_command(tmp_path, monkeypatch):
         return served.pop(), result.stderr
 
     for kind in ("gemma3", "qwen2_5_vl"):
-        model, _ = serve(kind, "--picture-pixels", 2000, "--cache", "int8")
-        assert isinstance(model, pictures.PictureModel) and (model.pixels, model.max_length) == (2000, 128)
+        model, _ = serve(kind, "--image-pixels", 2000, "--cache", "int8")
+        assert isinstance(model, image_conversations.ImageModel) and (model.pixels, model.max_length) == (2000, 128)
         assert model.decoder.cache_type == "int8"
     model, said = serve("gemma3", "--guesses", 2)
-    assert not isinstance(model, pictures.PictureModel)
-    assert "gemma3 is served without pictures, because of --guesses" in said
+    assert not isinstance(model, image_conversations.ImageModel)
+    assert "gemma3 is served without images, because of --guesses" in said
     model, said = serve("gemma4", "--cache", "int8")
-    assert isinstance(model, pictures.PictureModel) and model.decoder.cache_type == "int8"
+    assert isinstance(model, image_conversations.ImageModel) and model.decoder.cache_type == "int8"
 
     def refuse(*_):
         raise Unplannable("its logits differ")
 
     monkeypatch.setattr(ImagePlan, "_prove", refuse)
     model, said = serve("gemma4")
-    assert not isinstance(model, pictures.PictureModel) and "gemma4 is served without pictures: " in said
+    assert not isinstance(model, image_conversations.ImageModel) and "gemma4 is served without images: " in said
     assert "its logits differ" in said
     refused = invoke("serve", tmp_path / "qwen2_5_vl", "--guesses", 2)
     assert refused.exit_code == 2 and "it has no effect for" in refused.stderr
 
 
-def test_a_model_of_texts_takes_no_pictures(packed):
+def test_a_model_of_texts_takes_no_images(packed):
     from lowbit.llm.loading import load_model, load_tokenizer
 
     with serving([made((load_model(packed[0]), load_tokenizer(packed[0])))], Limits()) as (port, _):
-        body = {"messages": [said("user", "?", picture(0))]}
+        body = {"messages": [said("user", "?", make_image(0))]}
         error, _ = Client(port).refused("/v1/chat/completions", body, 400)
-        assert error["code"] == "no_pictures" and "the model tiny takes no pictures" in error["message"]
+        assert error["code"] == "no_images" and "the model tiny takes no images" in error["message"]
 
 
-def test_pictures_of_other_apis(families):
+def test_images_of_other_apis(families):
     """Anthropic's blocks and the items of the Responses API give the text of the chat."""
-    family, image = families("qwen2_5_vl"), picture(0)
+    family, image = families("qwen2_5_vl"), make_image(0)
     data = url(image).partition("base64,")[2]
     with serving([family.served], LIMITS) as (port, _):
         chat = ask(port, said("user", "What?", image))
@@ -347,7 +349,7 @@ def test_pictures_of_other_apis(families):
         given = {"model": "sees", "max_tokens": NEW, "extra_body": {"temperature": 0}}
         assert claude.messages.create(messages=[turn], **given).content[0].text == expected
         assert claude.messages.count_tokens(model="sees", messages=[turn]).input_tokens == count
-        with pytest.raises(anthropic.BadRequestError, match="messages has pictures; expected no message to continue"):
+        with pytest.raises(anthropic.BadRequestError, match="messages has images; expected no message to continue"):
             claude.messages.create(messages=[turn, {"role": "assistant", "content": "It"}], **given)
         block["source"] = {"type": "url", "url": "https://a.example/b.png"}
         with pytest.raises(anthropic.BadRequestError, match="expected a data URL"):
@@ -362,9 +364,9 @@ def test_pictures_of_other_apis(families):
         assert second.output_text == ask(port, *turns).choices[0].message.content
 
 
-def test_pictures_in_the_results_of_tools(families, monkeypatch):
+def test_images_in_the_results_of_tools(families, monkeypatch):
     """The same text by each API. Refused before they are computed if the template does not show them."""
-    family, image = families("qwen2_5_vl"), picture(0)
+    family, image = families("qwen2_5_vl"), make_image(0)
     function = {"name": "look", "arguments": "{}"}
     call = {"role": "assistant", "content": [], "tool_calls": [{"id": "1", "type": "function", "function": function}]}
     expected = family.expected(message("user", "What?"), call, message("tool", "A cat", [image]))
@@ -397,12 +399,12 @@ def test_pictures_in_the_results_of_tools(families, monkeypatch):
             template = family.template.replace(parts, of_tools + parts.replace(" %}", " if message.role != 'tool' %}"))
             monkeypatch.setattr(family.served, "template", template)
             before = family.served.decoder.computed
-            body = {"messages": [*messages[:2], said("tool", "Two", picture(1, (30, 30))) | {"tool_call_id": "1"}]}
+            body = {"messages": [*messages[:2], said("tool", "Two", make_image(1, (30, 30))) | {"tool_call_id": "1"}]}
             error, _ = Client(port).refused("/v1/chat/completions", body, 400)
             assert "does not take this conversation" in error["message"] and family.served.decoder.computed == before
 
 
-def test_a_text_is_continued_by_a_model_of_pictures(families):
+def test_a_text_is_continued_by_a_model_of_images(families):
     """Its templates get lists of parts."""
     family = families("qwen2_5_vl")
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "It is"}]
@@ -416,8 +418,8 @@ def test_a_text_is_continued_by_a_model_of_pictures(families):
         assert Client(port).post("/tokenize", **body)["tokens"] == ids
 
 
-def test_pictures_are_counted_before_they_are_prepared(families, monkeypatch):
-    """Prepared pictures take much memory: a conversation that does not fit is refused after one of them."""
+def test_images_are_counted_before_they_are_prepared(families, monkeypatch):
+    """Prepared images take much memory: a conversation that does not fit is refused after one of them."""
     served, prepared = families("qwen2_5_vl").served, []
     inputs = served.inputs
 
@@ -427,33 +429,33 @@ def test_pictures_are_counted_before_they_are_prepared(families, monkeypatch):
 
     monkeypatch.setattr(served, "inputs", counting)
     monkeypatch.setattr(type(served), "max_length", 30)
-    body = {"messages": [said("user", "?", *(picture(number, (150, 150)) for number in range(4)))]}
-    with serving([served], Limits(pictures=4, picture_pixels=200_000)) as (port, _):
+    body = {"messages": [said("user", "?", *(make_image(number, (150, 150)) for number in range(4)))]}
+    with serving([served], Limits(images=4, image_pixels=200_000)) as (port, _):
         error, _ = Client(port).refused("/v1/chat/completions", body, 400)
-    assert re.search("messages has pictures of [0-9]{2} tokens or more; expected fewer than the 30 ", error["message"])
+    assert re.search("messages has images of [0-9]{2} tokens or more; expected fewer than the 30 ", error["message"])
     assert error["code"] == "context_length_exceeded" and set(prepared) == {1} and len(prepared) < 4
 
 
-def test_pictures_that_the_tower_does_not_take(families, monkeypatch):
+def test_images_that_the_tower_does_not_take(families, monkeypatch):
     def odd(*_):
-        raise ValueError("the picture is odd")
+        raise ValueError("the image is odd")
 
     served = families("qwen2_5_vl").served
     monkeypatch.setattr(served.decoder, "look", odd)
     with serving([served], LIMITS) as (port, _):
-        error, _ = Client(port).refused("/v1/chat/completions", {"messages": [said("user", "?", picture(0, (33, 33)))]}, 400)
+        error, _ = Client(port).refused("/v1/chat/completions", {"messages": [said("user", "?", make_image(0, (33, 33)))]}, 400)
         assert Client(port).post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], max_tokens=1)["choices"]
-    assert error["message"] == "the model sees does not take these pictures: the picture is odd"
+    assert error["message"] == "the model sees does not take these images: the image is odd"
     assert error["code"] == "invalid_image"
 
 
-def test_tools_beside_a_picture(families, monkeypatch):
+def test_tools_beside_an_image(families, monkeypatch):
     """They are refused if the template does not show them. A tool's result stays a string, which templates insert unchanged."""
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
     served = families("qwen2_5_vl").served
     assert "tools" not in served.template
     with serving([served], LIMITS) as (port, _):
-        body = {"messages": [said("user", "?", picture(0))], "tools": tools}
+        body = {"messages": [said("user", "?", make_image(0))], "tools": tools}
         error, _ = Client(port).refused("/v1/chat/completions", body, 400)
         assert error["code"] == "no_tools" and "the chat template of sees has no tools" in error["message"]
     monkeypatch.setattr(served, "template", "{% for m in messages if m.role == 'tool' %}{{ m.content }}{% endfor %}{{ tools }}")
