@@ -249,7 +249,7 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
             keep: [kept] int64, the rows with results.
             start: [1] int64, the number of earlier tokens.
             last: [1] int64, the last position of the encoder's output.
-            caches: of each layer, as from :meth:`caches`, which are the default.
+            caches: those of each layer, as from :meth:`caches`, which are the default.
 
         Returns:
             The logits [kept, vocabulary], and the queries [kept, heads, width] of each layer with alignment heads.
