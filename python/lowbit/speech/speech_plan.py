@@ -77,7 +77,8 @@ class SpeechPlan(_Plan):
             inputs = [torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows), torch.arange(rows - kept, rows)]
             start = torch.tensor([0])
             given = [*inputs, self._heard, *self.last, start, *self.kept.values()]
-            recordings.append(record(partial(decoder.step, *inputs, start, self._heard), given))
+            text = (0, rows, start, decoder.caches())
+            recordings.append(record(partial(decoder.step, *inputs, self._heard, [text]), given))
         roles = Roles(count + 1, list(self.kept), start=count)
         made = lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model))
         if any(buffer.kind is Kind.INPUT and buffer.index == count for buffer in made.plan.buffers):
