@@ -104,9 +104,9 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
         expected = self.model.proj_out(expected).float()
         self.hear(states, torch.tensor([0]))
         last = torch.tensor([states.shape[1] - 1])
-        calls = [(tokens[:, at:end], torch.arange(at, end), torch.tensor([end - at - 1]), at) for at, end in ((0, 3), (3, 4))]
+        calls = [(tokens[:, at:end], torch.arange(at, end), torch.tensor([end - at - 1])) for at, end in ((0, 3), (3, 4))]
         own = self.caches()
-        pieces = [self.step(*call, last, [(0, call[0].shape[1], torch.tensor([at]), own)]) for *call, at in calls]
+        pieces = [self.step(piece, at, keep, last, [(0, len(at), at[:1], own)]) for piece, at, keep in calls]
         difference = (torch.stack([pieces[0][0][0], pieces[1][0][0]]).float() - expected[0, 2:]).square().mean().sqrt()
         measured = float(difference / expected.std())
         if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
@@ -116,7 +116,7 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
             )
         try:
             plan = SpeechPlan(self, last)
-            again = [plan.run(*call, last, [(0, call[0].shape[1], at, plan.caches)]) for *call, at in calls]
+            again = [plan.run(piece, at, keep, last, [(0, len(at), int(at[0]), plan.caches)]) for piece, at, keep in calls]
             if not all(torch.equal(*pair) for pairs in zip(again, pieces) for pair in zip(*pairs, strict=True)):
                 raise Unplannable("its logits differ")
             alike = [(0, 1, 3, plan.caches), (1, 2, 3, plan.caches)]

@@ -74,11 +74,11 @@ class SpeechPlan(_Plan):
     def _lowered(self, decoder: SpeechDecoder) -> Lowered:
         recordings, count = [], 4 + len(self.last)
         for rows, kept in _CALLS:
-            inputs = [torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows), torch.arange(rows - kept, rows)]
-            start = torch.tensor([0])
-            given = [*inputs, self._heard, *self.last, start, *self.kept.values()]
+            tokens, positions = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)
+            keep, start = torch.arange(rows - kept, rows), torch.tensor([0])
+            given = [tokens, positions, keep, self._heard, *self.last, start, *self.kept.values()]
             text = (0, rows, start, decoder.caches())
-            recordings.append(record(partial(decoder.step, *inputs, self._heard, [text]), given))
+            recordings.append(record(partial(decoder.step, tokens, positions, keep, self._heard, [text]), given))
         roles = Roles(count + 1, list(self.kept), start=count)
         made = lowered(recordings, Sizes(_CALLS), roles, state_of(decoder.model))
         if any(buffer.kind is Kind.INPUT and buffer.index == count for buffer in made.plan.buffers):
