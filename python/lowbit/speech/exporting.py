@@ -40,8 +40,10 @@ class _Program(torch.nn.Module):
     def forward(self, tokens: Tensor, start: Tensor, states: Tensor, at: Tensor) -> Tensor:
         self.decoder.hear(states, at)
         # Attention refuses positions beyond the caches.
-        positions = (start + torch.arange(tokens.shape[1])).clamp(0, self.decoder.max_length - 1)
-        return self.decoder.step(tokens, positions, slice(-1, None), start, at + (states.shape[1] - 1))[0]
+        count, last = tokens.shape[1], at + (states.shape[1] - 1)
+        positions = (start + torch.arange(count)).clamp(0, self.decoder.max_length - 1)
+        text = (0, count, start, self.decoder.caches())
+        return self.decoder.step(tokens, positions, slice(-1, None), last, [text])[0]
 
 
 class _CachesAsInputs(torch.nn.Module):

@@ -104,8 +104,9 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
         expected = self.model.proj_out(expected).float()
         self.hear(states, torch.tensor([0]))
         last = torch.tensor([states.shape[1] - 1])
-        calls = [(tokens[:, at:end], torch.arange(at, end), torch.tensor([end - at - 1]), at) for at, end in ((0, 3), (3, 4))]
-        pieces = [self.step(ids, places, keep, torch.tensor([at]), last) for ids, places, keep, at in calls]
+        calls = [(tokens[:, at:end], torch.arange(at, end), torch.tensor([end - at - 1])) for at, end in ((0, 3), (3, 4))]
+        own = self.caches()
+        pieces = [self.step(piece, at, keep, last, [(0, len(at), at[:1], own)]) for piece, at, keep in calls]
         difference = (torch.stack([pieces[0][0][0], pieces[1][0][0]]).float() - expected[0, 2:]).square().mean().sqrt()
         measured = float(difference / expected.std())
         if self.cache_type == name_of(self.model.dtype) and not measured <= _TRIAL_LIMIT:
@@ -115,7 +116,7 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
             )
         try:
             plan = SpeechPlan(self, last)
-            again = [plan.run(ids, places, keep, last, [(0, ids.shape[1], at, plan.caches)]) for ids, places, keep, at in calls]
+            again = [plan.run(piece, at, keep, last, [(0, len(at), int(at[0]), plan.caches)]) for piece, at, keep in calls]
             if not all(torch.equal(*pair) for pairs in zip(again, pieces) for pair in zip(*pairs, strict=True)):
                 raise Unplannable("its logits differ")
             alike = [(0, 1, 3, plan.caches), (1, 2, 3, plan.caches)]
@@ -203,12 +204,8 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
                 given = [(begin, end, at, place.described) for begin, end, at, place in texts]
                 found = self.plan.run(tokens, positions, torch.tensor(keep), last, given)
             else:
-                parts = []
-                for begin, end, at, place in texts:
-                    kept = torch.tensor([row - begin for row in keep if begin <= row < end])
-                    caches = [(*own, *shared[2:]) for own, shared in zip(place.layers, self.caches(), strict=True)]
-                    parts.append(self.step(tokens[:, begin:end], positions[begin:end], kept, torch.tensor([at]), last, caches))
-                found = [torch.cat(each) for each in zip(*parts, strict=True)]
+                several = [(begin, end, torch.tensor([at]), place.layers) for begin, end, at, place in texts]
+                found = self.step(tokens, positions, torch.tensor(keep), last, several)
         self._count += texts[0].end
         return found
 
@@ -239,7 +236,12 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
         return sorted({layer for layer, _ in self.alignment_heads})
 
     def step(
-        self, tokens: Tensor, positions: Tensor, keep: Tensor | slice, start: Tensor, last: Tensor, caches: Sequence[Any] = ()
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        keep: Tensor | slice,
+        last: Tensor,
+        texts: Sequence[tuple[int, int, Tensor, Any]],
     ) -> list[Tensor]:
         """Computes a step, without checks.
 
@@ -247,9 +249,9 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
             tokens: [1, s] int64.
             positions: [s] int64, of the tokens.
             keep: [kept] int64, the rows with results.
-            start: [1] int64, the number of earlier tokens.
             last: [1] int64, the last position of the encoder's output.
-            caches: those of each layer, as from :meth:`caches`, which are the default.
+            texts: for each text the range of its rows, the number of earlier tokens [1] int64, and its keys and values in each
+                layer, at the begin of those of :meth:`caches`.
 
         Returns:
             The logits [kept, vocabulary], and the queries [kept, heads, width] of each layer with alignment heads.
@@ -259,12 +261,19 @@ class SpeechDecoder(torch.nn.Module, BeamDecoder):
         # Each query becomes an additional head at the last position of the encoder's output, which attends to all of it. The
         # operator rewrites the key and value of that position unchanged.
         attend, queries = torch.ops.lowbit.attention, []
-        for layer, layer_caches in zip(decoder.layers, caches or self.caches(), strict=True):
-            k_cache, v_cache, heard_k, heard_v, last_k, last_v = layer_caches
+        for number, (layer, (*_, heard_k, heard_v, last_k, last_v)) in enumerate(
+            zip(decoder.layers, self.caches(), strict=True)
+        ):
             attention, h = layer.self_attn, layer.self_attn_layer_norm(x)
-            query, key, value = (self._split(project(h)) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
-            output = attend(query, key, value, k_cache, v_cache, start, attention.scaling)
-            x = x + attention.out_proj(output.flatten(2))
+            given = [self._split(project(h)) for project in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            outputs = [
+                attend(
+                    *(given if len(texts) == 1 else [each[:, :, begin:end] for each in given]), *caches[number][:2], start,
+                    attention.scaling,
+                )
+                for begin, end, start, caches in texts
+            ]  # fmt: skip
+            x = x + attention.out_proj((outputs[0] if len(texts) == 1 else torch.cat(outputs, 1)).flatten(2))
 
             attention, h = layer.encoder_attn, layer.encoder_attn_layer_norm(x)
             projected = attention.q_proj(h)

@@ -70,14 +70,11 @@ class SpeechPlan(_Plan):
     def _lowered(self, decoder: SpeechDecoder) -> Lowered:
         recordings, count = [], 4 + len(self.last)
         for rows, kept in CALLS:
-            tokens, positions, keep = (
-                torch.zeros(1, rows, dtype=torch.int64),
-                torch.arange(rows),
-                torch.arange(rows - kept, rows),
-            )
-            start = torch.tensor([0])
+            tokens, positions = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)
+            keep, start = torch.arange(rows - kept, rows), torch.tensor([0])
             given = [tokens, positions, keep, self._heard, *self.last, start, *self.kept.values()]
-            recordings.append(record(partial(decoder.step, tokens, positions, keep, start, self._heard), given))
+            text = (0, rows, start, decoder.caches())
+            recordings.append(record(partial(decoder.step, tokens, positions, keep, self._heard, [text]), given))
         roles = Roles(count + 1, list(self.kept), start=count)
         made = lowered(recordings, roles, state_of(decoder.model))
         if any(buffer.kind is Kind.INPUT and buffer.index == count for buffer in made.plan.buffers):
