@@ -8,6 +8,7 @@ import lowbit
 import lowbit.transformers
 import pytest
 import torch
+from models import BACKENDS
 from torch import nn
 from torch.nn import functional
 
@@ -217,9 +218,11 @@ def test_a_state_dict_of_another_shape(tmp_path):
     assert not torch.equal(pairs.packed_weight, before)
 
 
-def test_compiled(stem):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled(stem, backend):
+    torch._dynamo.reset()
     with torch.no_grad():
-        assert_close(torch.compile(stem, fullgraph=True)(*INPUTS), stem(*INPUTS))
+        assert_close(torch.compile(stem, fullgraph=True, backend=backend)(*INPUTS), stem(*INPUTS))
 
 
 SHAPES = ({2: torch.export.Dim("time", min=4, max=64)}, {0: torch.export.Dim("images", max=4)})

@@ -7,6 +7,7 @@ import lowbit
 import pytest
 import torch
 from lowbit import nn
+from models import BACKENDS
 from reference import DTYPES, assert_same_bits, random_packed, random_rows
 
 EXPERTS, N, K = 5, 21, 100
@@ -122,12 +123,14 @@ def test_state_dicts_copies_and_descriptions():
         layer.to_format("KAI4")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
-def test_compiled():
+def test_compiled(backend):
+    torch._dynamo.reset()
     model, inputs = Model().eval(), (random_rows(3, K), chosen(3, 2))
     expected = model.by_loop(*inputs)
     assert_same_bits(model(*inputs), expected)
-    assert_same_bits(torch.compile(model, fullgraph=True, dynamic=True)(*inputs), expected)
+    assert_same_bits(torch.compile(model, fullgraph=True, dynamic=True, backend=backend)(*inputs), expected)
 
 
 @torch.no_grad()

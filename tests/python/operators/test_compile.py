@@ -5,7 +5,7 @@ import contextlib
 import lowbit
 import pytest
 import torch
-from models import Small
+from models import BACKENDS, Small
 from reference import DTYPES, random_packed, random_rows
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -165,7 +165,7 @@ def test_compiled_derivatives_are_those_of_eager(kind, several):
             whole(x, way)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_tangents_from_outside_of_a_compiled_function(backend):
     """The inputs have no tangents while the function is traced."""
     layer = lowbit.nn.Linear(random_packed(21, 40, 4, 16, "affine"))

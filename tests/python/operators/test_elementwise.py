@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lowbit.operators.elementwise import ROTARY_LAYOUTS
+from models import BACKENDS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -262,16 +263,19 @@ class Everything(torch.nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:This API is experimental")
-def test_every_surface_has_the_same_bits(tmp_path, executorch):
-    torch.manual_seed(0)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_surface_has_the_same_bits(tmp_path, executorch, backend):
+    torch._dynamo.reset()
     model, x = Everything(), torch.randn(2, 6, 64)
     bounds = torch.tensor([1, 0, 6], dtype=torch.int32).repeat(2, 6, 1)
     bounds[1, 4:, 0] = 0
     with torch.no_grad():
         expected = model(x, bounds)
-        assert torch.compile(model, fullgraph=True)(x, bounds).equal(expected)
-    lowbit.export_pte(model, (x, bounds), tmp_path / "all.pte")
-    method = executorch.load_program(tmp_path / "all.pte").load_method("forward")
-    assert method.execute([x, bounds])[0].equal(expected)
-    lowbit.export_pt2(model, (x, bounds), tmp_path / "all.pt2")
-    assert torch._inductor.aoti_load_package(str(tmp_path / "all.pt2"))(x, bounds).equal(expected)
+        assert torch.compile(model, fullgraph=True, backend=backend)(x, bounds).equal(expected)
+    if backend == "inductor":
+        lowbit.export_pt2(model, (x, bounds), tmp_path / "all.pt2")
+        assert torch._inductor.aoti_load_package(str(tmp_path / "all.pt2"))(x, bounds).equal(expected)
+    else:
+        lowbit.export_pte(model, (x, bounds), tmp_path / "all.pte")
+        method = executorch.load_program(tmp_path / "all.pte").load_method("forward")
+        assert method.execute([x, bounds])[0].equal(expected)

@@ -15,6 +15,7 @@ from lowbit.llm.plan_decoder import PlanDecoder
 from lowbit.llm.plan_files import PLAN
 from lowbit.operators.ops import cache_storage, cache_width
 from lowbit.serve.prefix_store import PrefixBatch
+from models import BACKENDS
 
 HEADS, KV_HEADS, WIDTH, LENGTH = 4, 2, 32, 4096
 CACHES = ["float32", "bfloat16", "int8,int4", "int4"]
@@ -120,7 +121,10 @@ def test_bad_calls_change_nothing(case):
     assert all(torch.equal(given[name], value) for name, value in zip(("k_cache", "v_cache", "held"), before, strict=True))
 
 
-def test_compiled_and_exported():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_and_exported(backend):
+    torch._dynamo.reset()
+
     class Step(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -137,7 +141,7 @@ def test_compiled_and_exported():
     with torch.no_grad():
         step = Step()
         expected = [step(*each) for each in inputs]
-        compiled = torch.compile(Step(), fullgraph=True, dynamic=True)
+        compiled = torch.compile(Step(), fullgraph=True, dynamic=True, backend=backend)
         assert all(torch.equal(compiled(*each), one) for each, one in zip(inputs, expected, strict=True))
         sizes = {2: torch.export.Dim("s", min=1, max=2000)}
         program = torch.export.export(Step(), inputs[0], dynamic_shapes=(sizes, sizes, sizes, None)).module()

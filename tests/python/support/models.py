@@ -1,10 +1,13 @@
 """Models that several tests use."""
 
 import lowbit
+import pytest
 import torch
 from reference import DTYPES, WEIGHTS, assert_same_bits, random_packed, random_rows
 
 MAGIC = bytes.fromhex("894c4f574249540a")  # the first bytes of a packed weight
+# Of torch.compile: the graph is traced, and run by torch or as machine code, whose compilation takes seconds.
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)]
 N, K, GROUP = 21, 80, 32  # sizes of Every's matrices: n is odd, and the last group is short
 _ROTATED = ("symmetric", "affine", "levels")  # mappings of the weights with rotated inputs in Every
 _PLANES = ((8, "symmetric"), (4, "affine"))  # bits and mappings of the weights with 16-bit activations in Every
