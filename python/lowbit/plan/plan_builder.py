@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .plan_file import ELEMENT_TYPES, Buffer, Compute, Extent, Kind, Op, Operand, Plan, Step
-from .recording import Call, Recording, Sizes, Unplannable, View, check_alike, unified
+from .recording import Call, Recording, Sizes, Unplannable, View, check_alike, flat, unified
 
 _MOST_CONSTANT = 1 << 20  # bytes of a constant in a plan
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int32, torch.int64, torch.bool}
@@ -71,17 +71,16 @@ class PlanBuilder:
             written = {view.storage for view in call.results if whole.made_by.get(view.storage) == number} | self._changed(call)
             if written & needed and not all(map(self._is_constant, written)):
                 chosen.append(number)
-                needed |= {view.storage for view in _views(call.arguments.values())}
+                needed |= _storages(call.arguments.values())
         return chosen[::-1]
 
     def _changed(self, call: Call) -> set[int]:
         """Storages that an operator of torch changes in place."""
-        return {
-            view.storage
+        return _storages(
+            call.arguments[argument.name]
             for argument in call.operator._schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
-            for view in _views([call.arguments[argument.name]])
-        }
+        )
 
     def _is_constant(self, storage: int) -> bool:
         """Whether a storage has the same bytes in all recordings, few enough for a plan."""
@@ -183,14 +182,8 @@ class PlanBuilder:
         self.compute([(Compute.CONVERT, [value], out.dtype)], [], out)
 
 
-def _views(values: Any) -> list[View]:
-    found: list[View] = []
-    for value in values:
-        if isinstance(value, View):
-            found.append(value)
-        elif isinstance(value, list):
-            found += _views(value)
-    return found
+def _storages(values: Iterable[Any]) -> set[int]:
+    return {view.storage for view in flat(list(values)) if isinstance(view, View)}
 
 
 def product(sizes: Sequence[Extent]) -> Extent:

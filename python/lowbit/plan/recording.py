@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
             argument.name: argument.default_value for argument in func._schema.arguments if argument.has_default_value()
         }
         arguments |= dict(zip(names, args)) | (kwargs or {})
-        tensors = [each for value in arguments.values() for each in _flat(value) if isinstance(each, Tensor)]
+        tensors = [each for value in arguments.values() for each in flat(value) if isinstance(each, Tensor)]
         changes = any(map(self.changes, tensors))
         if changes and _shows_values(func, tensors):
             raise Unplannable(f"its Python code sees values that depend on the text, in {func}")
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
         result = _uncomputed(func, args, kwargs) if skips else func(*args, **(kwargs or {}))
         recording = self.recording
         before = len(recording.tensors)
-        results = [self.view(each) for each in _flat(result) if isinstance(each, Tensor)]
+        results = [self.view(each) for each in flat(result) if isinstance(each, Tensor)]
         for storage in range(before, len(recording.tensors)):
             recording.made_by[storage] = len(recording.calls)
             if changes:
@@ -177,8 +177,9 @@ def _shows_values(func: Any, tensors: Sequence[Tensor]) -> bool:
     return func in _SHOWING or not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
 
 
-def _flat(value: Any) -> list[Any]:
-    return [each for part in value for each in _flat(part)] if isinstance(value, (list, tuple)) else [value]
+def flat(value: Any) -> list[Any]:
+    """The values in nested lists and tuples."""
+    return [each for part in value for each in flat(part)] if isinstance(value, (list, tuple)) else [value]
 
 
 def record(function: Callable[[], Any], given: Sequence[Tensor], computing: bool = True) -> Recording:
@@ -193,7 +194,7 @@ def record(function: Callable[[], Any], given: Sequence[Tensor], computing: bool
     recorder = Recorder(given, computing)
     with torch.inference_mode(), recorder, _Watch(recorder):
         results = function()
-    recorder.recording.results = [recorder.view(tensor) for tensor in _flat(results)]
+    recorder.recording.results = [recorder.view(tensor) for tensor in flat(results)]
     return recorder.recording
 
 
