@@ -22,6 +22,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import NamedTuple
 
 import arm_cycles
 import arm_peer
@@ -224,19 +225,51 @@ def planes(data: dict) -> list[str]:
     return lines + [""]
 
 
-# Vector pipes of the out-of-order cores.
-PIPES = {"neoverse-n1": 2, "neoverse-v1": 4, "neoverse-v2": 4}
+class Pipes(NamedTuple):
+    """Vector instructions of 128 bits that a core starts in a cycle: any, and those that multiply bytes to 16 bits."""
+
+    any: int
+    multiply: int
+
+
+PIPES = {
+    "cortex-a53": Pipes(1, 1),
+    "cortex-a55": Pipes(1, 1),
+    "cortex-a510": Pipes(2, 2),
+    "neoverse-n1": Pipes(2, 1),
+    "neoverse-v1": Pipes(4, 2),
+    "neoverse-v2": Pipes(4, 2),
+}
 # Vector instructions per 128 products, at 4 bits: products and additions to int32.
 PRODUCTS = {"neon": 18, "neondot": 8, "i8mm": 4}
 UNPACKING = 8  # per 128 weights, at 4 bits
 
 
-def bound(isa: str, m: int, group_size: int, pipes: int) -> float:
+def bound(isa: str, m: int, group_size: int, pipes: Pipes) -> float:
     """The cycles per 128 weights and row that the required instructions take at least, at 4 bits, symmetric."""
     segments = max(1, group_size // 64)  # the first takes one float instruction per sum, the others two, a group one
     everything = PRODUCTS[isa] + 2 * segments / (group_size / 32) + UNPACKING / m
-    multiplications = 16 if isa == "neon" else 0  # smull and smlal run on half of the pipes
-    return max(everything / pipes, multiplications / (pipes / 2))
+    multiplications = 16 if isa == "neon" else 0  # smull and smlal
+    return max(everything / pipes.any, multiplications / pipes.multiply)
+
+
+# Vector instructions per 128 products of attention over a prompt, half of them with keys, half with values: products, and
+# conversions of values to floats, which serve a tile of 4 rows. 16 codes of int8 take 4 tbl and 4 scvtf, of int4 two more to
+# look up levels. Keys of int8 are not converted.
+ATTENTION_WORK = {
+    ("attention_neon", "f32"): (32, 0),
+    ("attention_neon", "bf16"): (32, 8),
+    ("attention_neon", "int8"): (PRODUCTS["neon"] / 2 + 16, 8),
+    ("attention_neon", "int4"): (32, 20),
+    ("attention_neon", "int8,int4"): (PRODUCTS["neon"] / 2 + 16, 10),
+    ("attention_neondot", "int8"): (PRODUCTS["neondot"] / 2 + 16, 8),
+    ("attention_neondot", "int8,int4"): (PRODUCTS["neondot"] / 2 + 16, 10),
+}
+
+
+def attention_bound(kernel: str, cache: str, pipes: Pipes) -> float:
+    """The same per 128 products of attention over a prompt."""
+    return sum(ATTENTION_WORK[kernel, cache]) / pipes.any
 
 
 def document_bounds(cycles: dict) -> list[str]:
@@ -245,15 +278,17 @@ def document_bounds(cycles: dict) -> list[str]:
         "### Distance to the bound of the model",
         "",
         "4 bits, symmetric. The bound has only the instructions that the arithmetic and the format require: products, float",
-        "operations of segments and groups, and unpacking (attention with a float32 cache: its fma). In it, vector pipes",
-        "are never idle (half of them multiply long, as NEON without dot products does), and loads, stores, broadcasts, starts",
-        "of sums and loops cost nothing. Each column: cycles of the bound / modeled cycles per 128 weights and row.",
+        "operations of segments and groups, and unpacking (attention: products, and conversions for 4 rows at a time). In it,",
+        "vector pipes are never idle (on Neoverse half of them multiply long, as NEON without dot products does), and loads,",
+        "stores, broadcasts, starts of sums and loops cost nothing. A Cortex-A53 or A55 starts one vector instruction of 128",
+        "bits per cycle, a Cortex-A510 two. Each column: cycles of the bound / modeled cycles per 128 weights and row, or",
+        "products of attention.",
         "",
         "| | " + " | ".join(CORES[core][0] for core in PIPES) + " |",
         "|---|" + "---|" * len(PIPES),
     ]
 
-    def row(what: str, kernel: str, task: str, least: Callable[[int], float]) -> str:
+    def row(what: str, kernel: str, task: str, least: Callable[[Pipes], float]) -> str:
         cells = []
         for core, pipes in PIPES.items():
             modeled = cycles[core].get(kernel, {}).get(task)
@@ -262,17 +297,26 @@ def document_bounds(cycles: dict) -> list[str]:
 
     for isa, tile in (("neon", "5x16"), ("neondot", "2x16"), ("i8mm", "2x16")):
         for m, kernel in ((1, "1x16"), (64, tile)):
-            for group_size in (32, 128):
+            for group_size in (16, 32, 128):
                 what = f"{isa}, {'one row' if m == 1 else f'{m} rows'}, groups of {group_size}"
                 name, task = f"linear_a8w4_{kernel}_{isa}", f"symmetric g{group_size} m{m}"
                 if isa != "i8mm" or m > 1:  # one row has no i8mm kernel
                     lines.append(row(what, name, task, functools.partial(bound, isa, m, group_size)))
-    lines.append(row("attention_neon, float32 cache, prompt", "attention_neon", "f32 prompt", lambda pipes: 32 / pipes))
+    for kernel, cache in ATTENTION_WORK:
+        least = functools.partial(attention_bound, kernel, cache)
+        lines.append(row(f"{kernel}, {cache} cache, prompt", kernel, f"{cache} prompt", least))
     return [
         *lines,
         "",
         "One row usually waits for memory instead (Tokens per second, projected). With i8mm there are half as many products,",
-        "so loads, start values and what is done once per call weigh twice as much as with dot products.",
+        "so loads, start values and what is done once per call weigh twice as much as with dot products. Groups of 16 have",
+        "twice as many starts, scales and broadcasts as groups of 32. For attention, the bound has none of the softmax, nor",
+        "the additions of int8 keys without dot products.",
+        "",
+        "The in-order cores (Cortex-A53, A55, A510) mostly take more cycles than instructions: they wait. In LLVM's models of",
+        "them instructions complete in order, so a short one waits for a longer one before it. Pairs of independent",
+        "instructions in a loop of llvm-mca 19: `and` with `fmla` takes 4 cycles on a Cortex-A53 instead of 2, a load with",
+        "`fmla` 6; `and` with `sdot` takes 4 on a Cortex-A55. Whether the cores wait as long only a board can say.",
         "",
     ]
 

@@ -199,6 +199,7 @@ void count_all() {
 }  // namespace lowbit::bench
 
 int main(int argc, char** argv) {
+  lowbit::pin_streams(lowbit::Streams::one);  // the same count on every CPU
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument == "--blocks") {

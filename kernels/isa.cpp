@@ -156,9 +156,15 @@ IsaBits detect(IsaBits allowed) {
 }
 
 // Measured on CPUs of both makers: docs/internals/kernels.md, Memory.
-bool reads_several_streams_faster() {
-  unsigned highest, name[3];
-  return __get_cpuid(0, &highest, &name[0], &name[2], &name[1]) && std::memcmp(name, "GenuineIntel", sizeof name) == 0;
+Streams fastest_streams() {
+  unsigned highest, name[3], version, other[3];
+  if (!__get_cpuid(0, &highest, &name[0], &name[2], &name[1])) return Streams::one;
+  if (std::memcmp(name, "GenuineIntel", sizeof name) == 0) return Streams::several;
+  if (std::memcmp(name, "AuthenticAMD", sizeof name) != 0) return Streams::one;
+  if (!__get_cpuid(1, &version, &other[0], &other[1], &other[2])) return Streams::one;
+  constexpr unsigned kZen5 = 0x1a;
+  const unsigned family = (version >> 8 & 15) + (version >> 20 & 255);  // of families above 15, which Zen's are
+  return family >= kZen5 ? Streams::ahead : Streams::one;
 }
 
 #else
@@ -168,7 +174,7 @@ IsaBits detect(IsaBits) { return kPortable; }
 #endif
 
 #if !defined(__x86_64__)
-bool reads_several_streams_faster() { return false; }  // no kernel uses it
+Streams fastest_streams() { return Streams::one; }  // no kernel uses it
 #endif
 
 // The first value of LOWBIT_ISA that was read.
@@ -207,15 +213,11 @@ struct Reading {
 
 const Reading& reading() {
   static const Reading reading = [] {
-    Reading result{reads_several_streams_faster() ? Streams::several : Streams::one, {}};
+    Reading result{fastest_streams(), {}};
     const char* const name = std::getenv("LOWBIT_STREAMS");
     if (name == nullptr || name[0] == '\0') return result;
-    if (std::strcmp(name, "one") == 0) {
-      result.streams = Streams::one;
-    } else if (std::strcmp(name, "several") == 0) {
-      result.streams = Streams::several;
-    } else {
-      result.status = Status::error("LOWBIT_STREAMS is '%.32s'; expected one or several", name);
+    if (!streams_named(name, &result.streams)) {
+      result.status = Status::error("LOWBIT_STREAMS is '%.32s'; expected %s", name, kStreamsExpected);
     }
     return result;
   }();
@@ -247,6 +249,15 @@ const Status& isa_cap_status() { return cap().status.ok() ? reading().status : c
 
 Streams streams() { return current_streams().load(std::memory_order_relaxed); }
 void pin_streams(Streams streams) { current_streams().store(streams, std::memory_order_relaxed); }
+
+bool streams_named(const char* name, Streams* streams) {
+  for (const Streams known : {Streams::one, Streams::ahead, Streams::several}) {
+    if (std::strcmp(kStreamsNames[static_cast<int>(known)], name) != 0) continue;
+    *streams = known;
+    return true;
+  }
+  return false;
+}
 
 IsaBits active_isa() {
   static const IsaBits bits = cpu_isa() & allowed();

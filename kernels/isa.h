@@ -38,17 +38,22 @@ LOWBIT_API IsaBits cpu_isa();
 // cpu_isa() reduced by the environment variable LOWBIT_ISA. Read once.
 LOWBIT_API IsaBits active_isa();
 
-// How one row of activations reads its weights: one panel at a time, or several interleaved (as streams from memory). Results
-// have the same bits; which one is faster depends on the maker of the CPU.
-enum class Streams { one, several };
+// How one row or a few rows of activations read their weights: one panel at a time, the same with prefetch far ahead, or
+// several panels interleaved (as streams from memory). Results have the same bits; which one is fastest depends on the CPU.
+enum class Streams { one, ahead, several };
+inline constexpr const char* kStreamsNames[] = {"one", "ahead", "several"};
+inline constexpr char kStreamsExpected[] = "one, ahead or several";
 
-// The value of LOWBIT_STREAMS (one or several; read once), by default the faster one for the CPU's maker: several on Intel.
-// pin_streams() changes it for calls that begin later.
+// The value of LOWBIT_STREAMS (read once), by default the fastest one for the CPU: several on Intel, ahead on AMD from Zen 5
+// on. pin_streams() changes it for calls that begin later.
 LOWBIT_API Streams streams();
 LOWBIT_API void pin_streams(Streams streams);
 
+// Sets *streams to the value with a name. False if there is none.
+LOWBIT_API bool streams_named(const char* name, Streams* streams);
+
 // An error if LOWBIT_ISA is not a name of this processor's family (active_isa() is then kPortable), or if LOWBIT_STREAMS is
-// neither one nor several. The operators return it.
+// not a name. The operators return it.
 LOWBIT_API const Status& isa_cap_status();
 
 // The value of LOWBIT_ISA, or nullptr when it was not set or empty. Read once; at most 63 characters.

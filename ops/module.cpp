@@ -179,10 +179,11 @@ py::dict isa() {
 // How one row reads its weights. `pin` changes it from now on.
 const char* streams_as(const std::optional<std::string>& pin) {
   if (pin.has_value()) {
-    if (*pin != "one" && *pin != "several") throw py::value_error("pin is '" + *pin + "'; expected one or several");
-    pin_streams(*pin == "one" ? Streams::one : Streams::several);
+    Streams wanted;
+    if (!streams_named(pin->c_str(), &wanted)) throw py::value_error("pin is '" + *pin + "'; expected " + kStreamsExpected);
+    pin_streams(wanted);
   }
-  return streams() == Streams::one ? "one" : "several";
+  return kStreamsNames[static_cast<int>(streams())];
 }
 
 void raise_unless_ok(const Status& status) {

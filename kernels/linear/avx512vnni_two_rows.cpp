@@ -13,7 +13,7 @@ template <int Bits, bool Affine, Groups Kind>
 __attribute__((noinline)) void run_interleaved_rows(const LinearArgs& args, const Streams& streams) {
   streams.make(0, 0, 2);
   const int64_t panel = interleave<Bits, Affine, Kind, 2, kPanels>(args, 0, streams.of(0));
-  if (panel < args.panel_end) run_tile<Bits, Affine, Kind, 2>(args, panel, 0, 0, 1, streams.of(0));
+  if (panel < args.panel_end) run_tile<Bits, Affine, Kind, 2>(args, panel, 0, 0, 1, streams.of(0), false);
 }
 
 template <int Bits>

@@ -8,8 +8,8 @@
 // for that, and groups of half a block would be joined too often: there the fields are shifted down when they are unpacked,
 // once for all rows.
 // Accumulators of several lines, rows and segments hide the latency of vpdpbusd (4 to 5 cycles, 1 to 2 per cycle).
-// One row or two take one panel at a time, without software prefetch: Zen 4 reads a single stream fastest from memory. With
-// more rows multiplying takes longer than reading, and tiles prefetch (walk_x86.h).
+// One row or two take one panel at a time: Zen 4 reads a single stream fastest from memory without software prefetch, Zen 5
+// with prefetch far ahead. With more rows multiplying takes longer than reading, and tiles prefetch on all CPUs (walk_x86.h).
 // Intel's cores read several streams faster (docs/internals/kernels.md, Memory): for them one row or two take several
 // interleaved panels.
 #pragma once
@@ -275,11 +275,14 @@ struct Tile {
   static constexpr int64_t kBlockBytes = code_bits(Bits) * kLineBytes;
   static constexpr int kPanels = Rows == 1 ? Panels : 0;
   static constexpr bool kLoops = Rows > 4 && Rows < 8;  // rarely used tiles, which would be a sixth of the code
+  // Whether the tile itself prefetches. Measured on Zen 5: at 8 bits one row gains nothing by it, and loses a quarter in cache.
+  static constexpr bool kPrefetches = Panels == 1 && (Rows == 2 || (Rows == 1 && code_bits(Bits) < 8));
 
   const int32_t* segment_sums;  // used by one row
   const float *segment_scales, *group_sums;
   const int32_t* stream;  // used by several rows
   int64_t stride;         // distance between rows of activations
+  int64_t ahead;          // used with kPrefetches: how far. 0: the line that is read next, which costs nothing
   bool mins;              // used with kAsks
   int32_t start_factor;   // used by one row: factor of the sum of activations
   __m512 acc[Rows], products[Rows];
@@ -313,7 +316,10 @@ struct Tile {
     stream += Rows;
   }
 
-  LOWBIT_INLINE void begin_block(const uint8_t* at) { unpack_block<Bits, Affine, kDown>(at, levels, line); }
+  LOWBIT_INLINE void begin_block(const uint8_t* at) {
+    for (int64_t i = 0; i < kBlockBytes; i += kLineBytes) prefetch(at + i);
+    unpack_block<Bits, Affine, kDown>(at, levels, line);
+  }
 
   template <int First, int Lines>
   LOWBIT_INLINE void add(const int8_t* a) {
@@ -332,11 +338,13 @@ struct Tile {
   }
 
   LOWBIT_INLINE void finish(int64_t, const uint8_t* scales) {
+    prefetch(scales);
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) acc[i] = _mm512_fmadd_ps(scale, products[i], acc[i]);
   }
 
   LOWBIT_INLINE void finish_only(int64_t group, const uint8_t* scales) {
+    prefetch(scales);
     const __m512 scale = load_scales(scales);
     for (int i = 0; i < Rows; ++i) {
       acc[i] = _mm512_fmadd_ps(scale, _mm512_mul_ps(next(i, segment_scales + group), sums.joined(i)), acc[i]);
@@ -351,13 +359,33 @@ struct Tile {
   }
 
  private:
+  LOWBIT_INLINE void prefetch(const uint8_t* at) const {
+    if constexpr (kPrefetches) _mm_prefetch(reinterpret_cast<const char*>(at) + ahead, _MM_HINT_T0);
+  }
+
   // The next float of row i. One row reads it at `at`.
   LOWBIT_INLINE __m512 next(int i, const float* at) const {
     return _mm512_set1_ps(Rows == 1 ? *at : float_from_bits(static_cast<uint32_t>(stream[i])));
   }
 };
 
-inline constexpr int64_t kLongRow = 12288;  // inputs
+inline bool reads_far_ahead() { return lowbit::streams() == lowbit::Streams::ahead; }
+
+inline constexpr int64_t kFarAhead = 8 << 10;  // bytes
+
+// How far one row prefetches on CPUs that do not read far ahead. At 1 bit, computing one row is hardly faster than reading it
+// from memory, and long activations fill much of the first-level cache. Measured on Zen 4: at 2 bits, and with fewer inputs,
+// prefetch costs more than it saves.
+template <int Bits>
+int64_t ahead_of_one_row(const Layout& layout) {
+  constexpr int64_t kLongRow = 12288;  // inputs
+  return Bits == 1 && layout.k >= kLongRow ? Prefetch::kAhead : 0;
+}
+
+// The distance for a panel. If all of it would be beyond the call's panels, which another thread may read: 0.
+inline int64_t ahead_within(const LinearArgs& args, int64_t panel, int64_t ahead) {
+  return (args.panel_end - panel) * args.layout.panel_bytes > ahead ? ahead : 0;
+}
 
 // Calls run() with dispatch()'s constants and with the kind of groups.
 template <int Bits, class Run>
@@ -379,18 +407,13 @@ LOWBIT_INLINE inline void with_groups(const Layout& layout, Run run) {
 // Multiplies rows of activations by panels, one row at a time.
 template <int Bits, bool Affine, Groups Kind>
 __attribute__((noinline)) void run_single_rows(const LinearArgs& args) {
+  const int64_t ahead = reads_far_ahead() ? kFarAhead : ahead_of_one_row<Bits>(args.layout);
   for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
     for (int64_t row = 0; row < args.m; ++row) {
       Tile<Bits, Affine, Kind, 1> tile;
       tile.begin(args, row, nullptr);
-      const int8_t* const a = args.a + row * tile.stride;
-      // At 1 bit, computing one row is hardly faster than reading it from memory, and long activations fill much of the
-      // first-level cache. Measured on Zen 4: at 2 bits, and with fewer inputs, prefetch costs more than it saves.
-      if (Bits == 1 && args.layout.k >= kLongRow) {
-        walk_panel<Kind, true>(args, panel, a, tile, 0, 1);
-      } else {
-        walk_panel<Kind, false>(args, panel, a, tile, 0, 1);
-      }
+      tile.ahead = ahead_within(args, panel, ahead);
+      walk<Kind>(args.layout, args.panels + panel * args.layout.panel_bytes, args.a + row * tile.stride, tile);
       Outputs(args, panel).store(args, row, tile.acc[0]);
     }
   }
@@ -432,25 +455,30 @@ __attribute__((noinline)) void run_interleaved(const LinearArgs& args, void (*si
   }
 }
 
-// Multiplies `Rows` rows of activations by one panel, as tile `number` of `tiles`. `Kind`: where groups end.
+// Multiplies `Rows` rows of activations by one panel, as tile `number` of `tiles`. `Kind`: where groups end. `far`: whether the
+// call's only tile prefetches far ahead.
 template <int Bits, bool Affine, Groups Kind, int Rows>
 __attribute__((noinline)) void run_tile(const LinearArgs& args, int64_t panel, int64_t row, int64_t number, int64_t tiles,
-                                        const int32_t* stream) {
+                                        const int32_t* stream, bool far) {
   Tile<Bits, Affine, Kind, Rows> tile;
   tile.begin(args, row, stream);
-  walk_panel<Kind, (Rows > 2)>(args, panel, args.a + row * tile.stride, tile, number, tiles);
+  tile.ahead = far && tiles == 1 ? ahead_within(args, panel, kFarAhead) : 0;
+  walk_panel<Kind, (Rows > 2)>(args, panel, args.a + row * tile.stride, tile, number, tiles,
+                               far ? kFarAhead : Prefetch::kAhead);
   __m512 sums[Rows];
   for (int i = 0; i < Rows; ++i) sums[i] = tile.acc[i];
   store_rows(args, panel, row, Rows, sums);
 }
 
-using RunTile = void (*)(const LinearArgs&, int64_t panel, int64_t row, int64_t number, int64_t tiles, const int32_t* stream);
+using RunTile = void (*)(const LinearArgs&, int64_t panel, int64_t row, int64_t number, int64_t tiles, const int32_t* stream,
+                         bool far);
 
 // Multiplies tiles of several rows, by run_tile[rows - 2].
 template <int MostRows>
 __attribute__((noinline)) void run_tiles(const LinearArgs& args, int level_offset, const LinearKernel& one_row,
                                          const RunTile (&run_tile)[MostRows - 1]) {
   const Streams streams(args, level_offset);
+  const bool far = reads_far_ahead();
   const int64_t most_rows = streams.most_rows() / MostRows * MostRows;
   if (most_rows == 0) return one_row.run(args);  // more segments than any model has
   for (int64_t first = 0; first < args.m; first += most_rows) {
@@ -461,7 +489,7 @@ __attribute__((noinline)) void run_tiles(const LinearArgs& args, int level_offse
     for (int64_t panel = args.panel_begin; panel < args.panel_end; ++panel) {
       for_each_tile<MostRows>(count, [&](int64_t row, int rows, int64_t number, int64_t tiles) {
         if (rows == 1) return one_row.run(one_row_of(args, first + row, panel, panel + 1));
-        run_tile[rows - 2](args, panel, first + row, number, tiles, streams.of(row));
+        run_tile[rows - 2](args, panel, first + row, number, tiles, streams.of(row), far);
       });
     }
   }

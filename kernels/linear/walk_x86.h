@@ -14,18 +14,20 @@ namespace lowbit {
 namespace {
 
 // What a tile of several rows prefetches while it multiplies. Its panel comes from memory, which takes about as long as the
-// products of a few rows: without prefetch, one waits for the other. A call's only tile prefetches its own panel, 4 KiB ahead.
-// Several tiles share the work: each prefetches its part of the next panel. With two tiles each part is half a panel, which
-// goes to the second-level cache, so that the activations stay in the first.
+// products of a few rows: without prefetch, one waits for the other. A call's only tile prefetches its own panel, `ahead` bytes
+// ahead. Several tiles share the work: each prefetches its part of the next panel. With two tiles each part is half a panel,
+// which goes to the second-level cache, so that the activations stay in the first.
 // A part is prefetched in equal steps, one before each block. Steps need not begin at a cache line, and none exceeds its part.
 class Prefetch {
  public:
-  Prefetch(const Layout& layout, const uint8_t* panel, bool is_last, int64_t number, int64_t tiles) {
+  static constexpr int64_t kAhead = 4 << 10;
+
+  Prefetch(const Layout& layout, const uint8_t* panel, bool is_last, int64_t number, int64_t tiles, int64_t ahead = kAhead) {
     const int64_t bytes = layout.panel_bytes / tiles;
     const bool is_only = tiles == 1;
     step_ = bytes / layout.blocks + 1;
     second_level_ = tiles == 2;
-    next_ = is_only ? panel + kOnlyTileAhead : panel + layout.panel_bytes + number * bytes;
+    next_ = is_only ? panel + ahead : panel + layout.panel_bytes + number * bytes;
     end_ = is_last ? panel + layout.panel_bytes : next_ + bytes;
   }
 
@@ -45,8 +47,6 @@ class Prefetch {
   }
 
  private:
-  static constexpr int64_t kOnlyTileAhead = 4 << 10;
-
   const uint8_t *next_, *end_;
   int64_t step_;
   bool second_level_;
@@ -230,14 +230,14 @@ LOWBIT_INLINE inline void walk(const Layout& layout, const uint8_t* at, const in
   walk<Kind>(layout, at, a, tile, []() LOWBIT_INLINE {});
 }
 
-// Walks tile `number` of `tiles` over one of a call's panels. `Ahead`: with prefetch.
+// Walks tile `number` of `tiles` over one of a call's panels. `Ahead`: with Prefetch, `ahead` bytes ahead.
 template <Groups Kind, bool Ahead, class Tile>
 LOWBIT_INLINE inline void walk_panel(const LinearArgs& args, int64_t panel, const int8_t* a, Tile& tile,
-                                     int64_t number, int64_t tiles) {
+                                     int64_t number, int64_t tiles, int64_t ahead) {
   const Layout& layout = args.layout;
   const uint8_t* const at = args.panels + panel * layout.panel_bytes;
   if constexpr (Ahead) {
-    walk<Kind>(layout, at, a, tile, Prefetch(layout, at, panel + 1 == args.panel_end, number, tiles));
+    walk<Kind>(layout, at, a, tile, Prefetch(layout, at, panel + 1 == args.panel_end, number, tiles, ahead));
   } else {
     walk<Kind>(layout, at, a, tile);
   }

@@ -127,9 +127,10 @@ struct Vector {
 #if defined(__ARM_FEATURE_DOTPROD)
       sums.q[i] = vdotq_s32(sums.q[i], quads.q[i], query);
 #else
-      const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(quads.q[i]), vget_low_s8(query)));
-      const int32x4_t high = vpaddlq_s16(vmull_high_s8(quads.q[i], query));
-      sums.q[i] = vaddq_s32(sums.q[i], vpaddq_s32(low, high));
+      // Two products fit in int16: 2 * 127 * 128 < 2^15.
+      const int16x8_t low = vmull_s8(vget_low_s8(quads.q[i]), vget_low_s8(query));
+      const int16x8_t high = vmull_high_s8(quads.q[i], query);
+      sums.q[i] = vpadalq_s16(sums.q[i], vpaddq_s16(low, high));
 #endif
     }
     return sums;

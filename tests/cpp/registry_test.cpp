@@ -131,7 +131,7 @@ TEST(Tables, PortableRowsCoverEverything) {
   EXPECT_EQ(choose_attention(kPortable).isa, kPortable);
 }
 
-constexpr Streams kStreams[] = {Streams::one, Streams::several};
+constexpr Streams kStreams[] = {Streams::one, Streams::ahead, Streams::several};
 constexpr int64_t kRows[] = {1, 2, 3, 4, 5, 6, 7, 8, 16, 100};
 
 // Levels use the same kernels as symmetric weights of their width; if no kernel reads them, none is chosen.

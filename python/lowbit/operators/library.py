@@ -127,10 +127,11 @@ def isa() -> dict[str, Any]:
 
 
 def streams(pin: str | None = None) -> str:
-    """Returns, or with ``pin`` sets, how decoding (one row of activations) reads weights: "one" panel at a time or "several".
+    """Returns, or with ``pin`` sets, how one row or a few rows of activations read weights: "one", "ahead" or "several".
 
-    The default depends on the CPU's vendor: "several" interleaved panels are faster on Intel, "one" elsewhere.
-    ``LOWBIT_STREAMS``, read once, overrides it. Results do not depend on it. Only AVX-512 VNNI has interleaved kernels.
+    "one" panel at a time; the same with prefetch far "ahead"; or "several" interleaved panels. The default is what is faster
+    on the CPU: "several" on Intel, "ahead" on AMD from Zen 5 on, "one" elsewhere. ``LOWBIT_STREAMS``, read once, overrides it.
+    Results do not depend on it. Only the kernels for AVX-512 VNNI differ.
 
     Args:
         pin: the new value for all threads; None changes nothing.
@@ -139,7 +140,7 @@ def streams(pin: str | None = None) -> str:
         The value in effect.
 
     Raises:
-        ValueError: ``pin`` is neither "one" nor "several".
+        ValueError: ``pin`` is not one of these names.
     """
     from .. import _C
 

@@ -164,19 +164,20 @@ def test_the_table_of_kernels():
 
 def test_streams_are_pinned_and_change_no_bit(fork_python, monkeypatch):
     before = lowbit.streams()
-    assert before in ("one", "several")
+    assert before in ("one", "ahead", "several")
     packed = reference.random_packed(150, 256, 4, 32, "affine", bias=True)
     x = reference.random_rows(1, 256)
     try:
         found = {}
-        for pin in ("several", "one"):
+        for pin in ("several", "ahead", "one"):
             assert lowbit.streams(pin) == pin == lowbit.streams()
             found[pin] = lowbit.linear(x, packed, 150)
             running = {row["name"] for row in lowbit.kernels() if row["active"]}
             interleaved = "avx512vnni" in lowbit.isa()["active"] and pin == "several"
             assert ("linear_a8w4_1x64_avx512vnni" in running) == interleaved
         assert_same_bits(found["one"], found["several"])
-        with pytest.raises(ValueError, match="pin is 'two'; expected one or several"):
+        assert_same_bits(found["one"], found["ahead"])
+        with pytest.raises(ValueError, match="pin is 'two'; expected one, ahead or several"):
             lowbit.streams("two")
     finally:
         lowbit.streams(before)
@@ -186,4 +187,4 @@ def test_streams_are_pinned_and_change_no_bit(fork_python, monkeypatch):
     monkeypatch.setenv("LOWBIT_STREAMS", "two")
     process = fork_python(IMPORT)
     assert process.returncode != 0
-    assert process.stderr.strip().endswith("ImportError: LOWBIT_STREAMS is 'two'; expected one or several")
+    assert process.stderr.strip().endswith("ImportError: LOWBIT_STREAMS is 'two'; expected one, ahead or several")
