@@ -2,8 +2,8 @@
 
     python bench/beams.py [--recordings N] [--work DIRECTORY]
 
-All contenders compute in float32 on one thread, but for the rows with 8 bits. Times are CPU seconds per second of speech, of one
-run. A second copy of each recording has noise, because beams and temperatures are meant for speech that is hard to hear.
+All contenders have one thread, and compute in float32 unless their row names bits. Times are CPU seconds per second of speech,
+of one run. A second copy of each recording has noise, because beams and temperatures are meant for speech that is hard to hear.
 """
 
 import argparse

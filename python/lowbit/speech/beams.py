@@ -41,7 +41,7 @@ class BeamDecoder:
         """Logits [kept rows, vocabulary], float32; sets ``queries`` to those of the kept rows.
 
         Args:
-            tokens, positions: a token and its position for each row; those of a text follow each other.
+            tokens, positions: the token and position of each row; the rows of a text follow each other.
             keep: the rows with logits.
         """
         raise NotImplementedError

@@ -123,7 +123,8 @@ def test_options(client, directory):
     data = (directory / "2.wav").read_bytes()
     for fields, options in (
         ({"prompt": "Ada"}, {"prompt": "Ada"}), ({"temperature": "0.5"}, {"temperature": 0.5}),
-        ({"temperature": "0,1"}, {"temperature": (0, 1)}), ({"temperature": "", "prompt": ""}, {}), ({"beams": "3"}, {"beams": 3}),
+        ({"temperature": "0,1"}, {"temperature": (0, 1)}), ({"temperature": "", "prompt": ""}, {}),
+        ({"beams": "3"}, {"beams": 3}),
     ):  # fmt: skip
         expected = transcriber.transcribe(directory / "2.wav", language="en", **options)
         assert json.loads(sent(client, data, **fields)[1])["text"] == expected.text
