@@ -217,7 +217,7 @@ const Reading& reading() {
     const char* const name = std::getenv("LOWBIT_STREAMS");
     if (name == nullptr || name[0] == '\0') return result;
     if (!streams_named(name, &result.streams)) {
-      result.status = Status::error("LOWBIT_STREAMS is '%.32s'; expected %s", name, kStreamsExpected);
+      result.status = Status::error("LOWBIT_STREAMS is '%.32s'; expected one, ahead or several", name);
     }
     return result;
   }();

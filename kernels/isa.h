@@ -42,7 +42,6 @@ LOWBIT_API IsaBits active_isa();
 // several panels interleaved (as streams from memory). Results have the same bits; which one is fastest depends on the CPU.
 enum class Streams { one, ahead, several };
 inline constexpr const char* kStreamsNames[] = {"one", "ahead", "several"};
-inline constexpr char kStreamsExpected[] = "one, ahead or several";
 
 // The value of LOWBIT_STREAMS (read once), by default the fastest one for the CPU: several on Intel, ahead on AMD from Zen 5
 // on. pin_streams() changes it for calls that begin later.

@@ -180,7 +180,7 @@ py::dict isa() {
 const char* streams_as(const std::optional<std::string>& pin) {
   if (pin.has_value()) {
     Streams wanted;
-    if (!streams_named(pin->c_str(), &wanted)) throw py::value_error("pin is '" + *pin + "'; expected " + kStreamsExpected);
+    if (!streams_named(pin->c_str(), &wanted)) throw py::value_error("pin is '" + *pin + "'; expected one, ahead or several");
     pin_streams(wanted);
   }
   return kStreamsNames[static_cast<int>(streams())];

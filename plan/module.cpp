@@ -264,7 +264,8 @@ void add_plans(py::module_& module) {
       .def_property_readonly("weights", &weights_of)
       .def("measure", &PlanModel::measure)
       .def("times", [](const PlanModel& model) { return named(model.measured()); })
-      .def_property_readonly("output_type", [](const PlanModel& model) { return static_cast<int>(type_of_output(model.plan())); })
+      .def_property_readonly("output_type",
+                             [](const PlanModel& model) { return static_cast<int>(type_of_output(model.plan())); })
       .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
       .def("certify", [](PlanModel& model) {
         uint64_t certificate = 0;
