@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from glob import escape
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,13 @@ from ..layers.patterns import Patterns
 from ..levels import FIT
 from ..packed.rotation import rotate_back, rotate_weight
 from ..packed.rounding import EmbeddingConfig, LinearConfig
-from .capture import MeanSquares, inputs_of
+from .capture import MeanSquares, inputs_of, removed_after
 from .collect import rows_of
 from .data import Inputs, mask_of, rows_in_parts, tokens_of
 from .expert_inputs import mean_squares
 from .grid import MatrixConfig, with_table
 from .importance import search
-from .selection import check, select
+from .selection import check, lists_of_blocks, select
 
 if TYPE_CHECKING:
     from ..hf.config import LowBitConfig
@@ -134,7 +134,8 @@ def measure_losses(
     linear = {name: item.config for item in items if isinstance(item.config, LinearConfig) for name in item.layers}
     batch = _trial(model, inputs)
     importance = _importance(model, inputs, batch, linear)
-    expected, predictions = _outputs(model, batch)
+    runs = _Runs(model, batch, linear)
+    expected, predictions = runs.expected, runs.predictions
     if not bool(torch.isfinite(expected).all()):
         raise ValueError("the outputs of the model have NaN or infinite values on the calibration text")
     for done, item in enumerate(items):
@@ -147,7 +148,7 @@ def measure_losses(
         counts = next((importance[name] for name in item.layers if name in importance), None)
         reference = replace(item.config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
         with _replaced_weight(layers, _rounded(weight, counts, reference)):
-            loss = _distance(_outputs(model, batch)[0], expected, predictions)
+            loss = _distance(runs.outputs(item.layers), expected, predictions)
         rows = weight[:: -(-len(weight) // _ROWS)].float()
         reference_error = _error(rows, counts, reference)
         tables: dict[int, MatrixConfig] = {}  # by width; tables for different group sizes are similar
@@ -221,7 +222,7 @@ def _importance(
 
 
 def _trial(model: torch.nn.Module, inputs: list[Inputs]) -> list[Inputs]:
-    """The first rows of some batches, which are evenly spread over the text."""
+    """Rows of batches that are spread over the text, from the first on, until they have enough tokens; one batch may do."""
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 1
     most = max(128, min(_TOKENS, _LOGITS // vocabulary))
     chosen, count = [], 0
@@ -236,24 +237,74 @@ def _trial(model: torch.nn.Module, inputs: list[Inputs]) -> list[Inputs]:
     return chosen
 
 
-def _outputs(model: torch.nn.Module, batches: list[Inputs]) -> tuple[Tensor, bool]:
+class _Runs:
+    """Runs a model on some batches, without the blocks before those whose weights have changed."""
+
+    def __init__(self, model: torch.nn.Module, batches: list[Inputs], names: Iterable[str]):
+        """
+        Args:
+            names: of the layers whose weights may change.
+        """
+        self.model, self.batches = model, batches
+        self.lists = {name: list(model.get_submodule(name)) for name in lists_of_blocks(model, names)}
+        self.recorded: list[dict[torch.nn.Module, Any]] = [{} for _ in batches]  # outputs of the blocks of the float model
+        parts = []
+        for batch, recorded in zip(batches, self.recorded, strict=True):
+
+            def keep(block: torch.nn.Module, _: Any, output: Any, recorded: dict[Any, Any] = recorded) -> None:
+                recorded[block] = output
+
+            every = [block for blocks in self.lists.values() for block in blocks]
+            with removed_after([block.register_forward_hook(keep) for block in every]):
+                parts.append(_output(model, batch))
+        self.expected, self.predictions = torch.cat([part for part, _ in parts]), parts[0][1]
+        for name, blocks in list(self.lists.items()):
+            # Blocks may use more of earlier blocks than their outputs, for example their keys and values.
+            with suppress(Exception):
+                if torch.equal(self._run(blocks[:-1]), self.expected):
+                    continue
+            del self.lists[name]
+
+    def outputs(self, names: Sequence[str]) -> Tensor:
+        """The outputs of the model if only the weights of these layers have changed."""
+        skipped: list[torch.nn.Module] = []
+        for name, blocks in self.lists.items() if len(names) == 1 else ():
+            if names[0].startswith(f"{name}."):
+                skipped = blocks[: int(names[0].removeprefix(f"{name}.").split(".")[0])]
+        return self._run(skipped)
+
+    def _run(self, skipped: list[torch.nn.Module]) -> Tensor:
+        parts = []
+        for batch, recorded in zip(self.batches, self.recorded, strict=True):
+            with ExitStack() as stack:
+                for block in skipped:
+                    stack.enter_context(_answering(block, recorded[block]))
+                parts.append(_output(self.model, batch)[0])
+        return torch.cat(parts)
+
+
+@contextmanager
+def _answering(block: torch.nn.Module, output: Any) -> Iterator[None]:
+    """A context in which a block does not compute, but returns an output."""
+    block.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        del block.forward
+
+
+def _output(model: torch.nn.Module, batch: Inputs) -> tuple[Tensor, bool]:
     """Log-probabilities, float32 [tokens, vocabulary], and True; or hidden states [tokens, features], and False."""
-    outputs, predictions = [], False
-    for batch in batches:
-        output = model(**batch)
-        logits = getattr(output, "logits", None)
-        if logits is not None and logits.dim() == 3:
-            outputs.append(logits.flatten(0, 1).float().log_softmax(1))
-            predictions = True
-        else:
-            states = getattr(output, "last_hidden_state", None)
-            outputs.append((output[0] if states is None else states).float())
-        outputs[-1] = rows_of(outputs[-1], mask_of(batch))
-    return torch.cat(outputs), predictions
+    output = model(**batch)
+    logits = getattr(output, "logits", None)
+    if logits is not None and logits.dim() == 3:
+        return rows_of(logits.flatten(0, 1).float().log_softmax(1), mask_of(batch)), True
+    states = getattr(output, "last_hidden_state", None)
+    return rows_of((output[0] if states is None else states).float(), mask_of(batch)), False
 
 
 def _distance(outputs: Tensor, expected: Tensor, predictions: bool) -> float:
-    """The loss of :func:`measure_losses` from two results of :func:`_outputs`."""
+    """The loss of :func:`measure_losses` from two results of :class:`_Runs`."""
     if predictions:
         return float((expected.exp() * (expected - outputs)).sum(1).clamp(min=0).mean())
     return float((outputs - expected).square().sum() / expected.square().sum())

@@ -151,7 +151,7 @@ def test_budgets_that_cannot_be(source, text, tmp_path):
         assert re.search(r"bits per weight cannot be reached; this model takes [\d.]+ to [\d.]+, scales", said)
     for options, says in (
         (["--target-bits", 3], "without --calibrate"),
-        (["--calibrate", text, "--target-bits", 3, "--target-size", "1MB"], "expected one of them"),
+        (["--calibrate", text, "--target-bits", 3, "--target-size", "1MB"], "expected only one of the two"),
     ):
         refused = invoke("quantize", source, out, *options)
         assert refused.exit_code == 2 and says in " ".join(refused.stderr.replace("│", " ").split()), refused.stderr
