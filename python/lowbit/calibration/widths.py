@@ -243,7 +243,7 @@ class _Runs:
     def __init__(self, model: torch.nn.Module, batches: list[Inputs], names: Iterable[str]):
         """
         Args:
-            names: of the layers whose weights may change.
+            names: the names of the layers whose weights may change.
         """
         self.model, self.batches = model, batches
         self.lists = {name: list(model.get_submodule(name)) for name in lists_of_blocks(model, names)}

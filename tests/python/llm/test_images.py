@@ -345,12 +345,12 @@ def test_refusals(packed, tmp_path, monkeypatch):
     talk = ("chat", FLOAT, "--template", tmp_path / "template")
     assert "this model takes no images" in error(invoke(*talk, stdin=f"/image {image}\n"))
     chat = llm.load_image_chat(path)
-    for image, kind, said in (
+    for wrong, kind, said in (
         (PIL.Image.new("RGB", (0, 5)), ValueError, "the image has 0x5 pixels; expected at least one"),
         ([[0]], TypeError, "the image is a list; expected a path or an image of Pillow"),
     ):
         with pytest.raises(kind, match=said):
-            chat.answer("What?", images=[image])
+            chat.answer("What?", images=[wrong])
     assert not chat.turns and not chat.pending
     step = ImageStep(load_image_model(path), 64)
     inputs = load_image_processor(path)(text=["What?"], return_tensors="pt")

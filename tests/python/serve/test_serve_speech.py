@@ -279,8 +279,8 @@ def test_a_transcription_does_not_wait_for_a_slow_client():
         assert heard == ["all"]
         return [*found, *[each async for each in events]]
 
-    *deltas, done = asyncio.run(read())
-    assert [each["delta"] for each in deltas] == ["a", "b", "c"] and done["text"] == "abc"
+    *told, done = asyncio.run(read())
+    assert [each["delta"] for each in told] == ["a", "b", "c"] and done["text"] == "abc"
 
 
 def test_decoding_ends_when_the_client_has_gone(monkeypatch):
