@@ -18,6 +18,7 @@ from needs import need_packages
 need_packages("starlette", "uvicorn", "python_multipart", "av")
 
 from lowbit.serve import speech
+from lowbit.serve.events import deltas
 from lowbit.serve.routes import Limits
 from lowbit.speech import load_audio, load_transcriber
 from lowbit.speech.subtitles import subtitle
