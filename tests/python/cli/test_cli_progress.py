@@ -35,10 +35,11 @@ def told(unit, calls) -> list[str]:
 
 
 def test_lines_of_a_step(quick):
-    assert told(None, [])[-1] == "a step: 0 s"  # also if nothing is reported
+    assert re.fullmatch(r"a step: \d+ s", told(None, [])[-1])  # also if nothing is reported
     line = told("layers", [(0, 40, "first"), (10, 40, "a\x1b[2Jb")])[-1]
-    assert re.fullmatch(r"a step: 0 s, 10 of 40 layers, 25 %, about \d+ s left: a\\x1b\[2Jb", line), line
-    assert told("bytes", [(0, 4_000_000), (1_000_000, 4_000_000)])[-1].startswith("a step: 0 s, 1.00 MB of 4.00 MB, 25 %")
+    assert re.fullmatch(r"a step: \d+ s, 10 of 40 layers, 25 %, about \d+ s left: a\\x1b\[2Jb", line), line
+    line = told("bytes", [(0, 4_000_000), (1_000_000, 4_000_000)])[-1]
+    assert re.match(r"a step: \d+ s, 1\.00 MB of 4\.00 MB, 25 %", line), line
 
 
 def test_there_is_a_line_a_minute_at_most():
@@ -54,7 +55,7 @@ def test_there_is_a_line_a_minute_at_most():
 @pytest.mark.parametrize(
     "command, expected",
     [
-        (("quantize", FLOAT, "OUT"), r"quantizing .*: 0 s, .* of .* %"),
+        (("quantize", FLOAT, "OUT"), r"quantizing .*: \d+ s, .* of .* %"),
         (("eval", FLOAT, "--text", TINY / "heldout.txt"), r".*heldout\.txt, \w+: \d+ s, \d+ of \d+ tokens, \d+ %"),
         (
             ("eval", FLOAT, "--text", TINY / "heldout.txt", "--bits", "8,4", "--window", 64, "--stride", 32),
