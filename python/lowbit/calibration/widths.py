@@ -248,20 +248,23 @@ class _Runs:
         self.model, self.batches = model, batches
         self.lists = {name: list(model.get_submodule(name)) for name in lists_of_blocks(model, names)}
         self.recorded: list[dict[torch.nn.Module, Any]] = [{} for _ in batches]  # outputs of the blocks of the float model
-        parts = []
+        parts, order = [], list[torch.nn.Module]()
         for batch, recorded in zip(batches, self.recorded, strict=True):
 
             def keep(block: torch.nn.Module, _: Any, output: Any, recorded: dict[Any, Any] = recorded) -> None:
                 recorded[block] = output
+                order.append(block)
 
             every = [block for blocks in self.lists.values() for block in blocks]
             with removed_after([block.register_forward_hook(keep) for block in every]):
                 parts.append(_output(model, batch))
         self.expected, self.predictions = torch.cat([part for part, _ in parts]), parts[0][1]
         for name, blocks in list(self.lists.items()):
-            # Blocks may use more of earlier blocks than their outputs, for example their keys and values.
+            # Blocks may use more of earlier blocks than their outputs, for example their keys and values. A model may also call
+            # them several times, or in another order, so that a block comes after a changed one that is behind it in the list.
+            in_order = [block for block in order if block in blocks] == blocks * len(batches)
             with suppress(Exception):
-                if torch.equal(self._run(blocks[:-1]), self.expected):
+                if in_order and torch.equal(self._run(blocks[:-1]), self.expected):
                     continue
             del self.lists[name]
 
@@ -286,11 +289,14 @@ class _Runs:
 @contextmanager
 def _answering(block: torch.nn.Module, output: Any) -> Iterator[None]:
     """A context in which a block does not compute, but returns an output."""
+    own = vars(block).get("forward")  # of the module instead of its class, as accelerate sets it
     block.forward = lambda *_, **__: output
     try:
         yield
     finally:
         del block.forward
+        if own is not None:
+            block.forward = own
 
 
 def _output(model: torch.nn.Module, batch: Inputs) -> tuple[Tensor, bool]:

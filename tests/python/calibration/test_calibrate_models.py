@@ -1,6 +1,7 @@
 """calibrate: all kinds of transformers models, block by block."""
 
 import copy
+import functools
 
 import lowbit
 import pytest
@@ -8,7 +9,7 @@ import torch
 import transformers
 from calibration_models import SHARED, bert, buffers, errors, hidden, linears, llama, packed, tokens
 from lowbit import EmbeddingConfig, LinearConfig
-from lowbit.calibration import calibrate
+from lowbit.calibration import calibrate, widths
 from lowbit.calibration import model as implementation
 from lowbit.calibration.tables import moments_of_tables
 from torch import nn
@@ -231,6 +232,43 @@ def test_blocks_that_do_not_form_a_chain(kind):
     with torch.no_grad():
         found = [float((each(test[0]) - wanted).square().mean()) for each in (model, plain)]
     assert found[0] < 0.8 * found[1]
+
+
+class Ordered(DetourBlocks):
+    """Calls its blocks in any order."""
+
+    order = (0, 1, 2)
+
+    def forward(self, input_ids):
+        x = self.table(input_ids)
+        for number in self.order:
+            x = x + self.blocks[number](x)
+        return transformers.modeling_outputs.BaseModelOutput(x)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 0, 1, 2)])
+def test_runs_skip_only_blocks_that_no_change_reaches(order):
+    model = Ordered().eval()
+    model.order = order
+    batches = [{"input_ids": ids} for ids in tokens(2)]
+    with torch.inference_mode():
+        runs = widths._Runs(model, batches, linears(model))
+        assert list(runs.lists) == (["blocks"] if order == (0, 1, 2) else [])
+        for name in linears(model):
+            weight = model.get_submodule(name).weight
+            kept = weight.clone()
+            weight.mul_(0.5)
+            assert torch.equal(runs.outputs([name]), torch.cat([widths._output(model, batch)[0] for batch in batches]))
+            weight.copy_(kept)
+
+
+def test_runs_keep_a_block_s_own_forward():
+    model = Ordered().eval()
+    block = model.blocks[0]
+    block.forward = own = functools.partial(type(block).forward, block)
+    with torch.inference_mode():
+        widths._Runs(model, [{"input_ids": ids} for ids in tokens(2)], linears(model))
+    assert block.forward is own and "forward" not in vars(model.blocks[1])
 
 
 class FusedConfig(transformers.PretrainedConfig):
