@@ -116,12 +116,14 @@ class _Kinds:
         self._root, self._left = root, _MOST_SCHEMAS
 
     def of(self, schema: Any) -> set[str] | None:
-        """The names of the types; None: any."""
+        """The names of the types, "number" with "integer"; None: any."""
         self._left -= 1
         if not isinstance(schema, dict) or self._left < 0:
             return None
         kinds = schema.get("type")
         found = [{kinds} if isinstance(kinds, str) else {*filter(_is_text, kinds)} if isinstance(kinds, list) else None]
+        if found[0] is not None and "number" in found[0]:
+            found[0].add("integer")
         for options in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
             if isinstance(options, list):
                 found.append({_kind(each) for each in options})
@@ -156,9 +158,7 @@ def _typed(text: str, schema: dict[str, Any], kinds: set[str] | None) -> Any:
         value = _WORDS[word] if word in _WORDS else DECODER.decode(word)
     except (ValueError, RecursionError):
         return bare
-    kind = _kind(value)
-    fits = kinds is None or kind in kinds or (kind == "integer" and "number" in kinds)
-    return value if fits or kinds is None or "string" not in kinds else bare
+    return value if kinds is None or _kind(value) in kinds or "string" not in kinds else bare
 
 
 _WORDS: dict[str, Any] = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}

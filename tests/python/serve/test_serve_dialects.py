@@ -180,6 +180,8 @@ OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
         ({"enum": ["5", "6"]}, "7", "7"), ({"const": "5"}, "5", "5"), ({"$ref": "#/$defs/self"}, "5", 5), ({}, "5", 5),
         ({"anyOf": [{"type": "string"}, {}]}, "5", 5), ({"type": "integer"}, "x", "x"), ({"type": "string"}, '"x"', '"x"'),
         ({"oneOf": [{"$ref": "#/$defs/self"}] * 50}, "5", 5), ({"$ref": "#/none/0"}, "5", 5), ({"enum": [1e999]}, "5", 5),
+        ({"type": ["string", "number"], "enum": ["auto", 1]}, "1", 1), ({"type": ["string", "number"], "const": 2}, "2", 2),
+        ({"type": ["string", "number"], "allOf": [{"type": ["string", "integer"]}]}, "5", 5),
     ],
 )  # fmt: skip
 def test_values_in_tags_have_a_type_of_the_schema(schema, text, expected):
