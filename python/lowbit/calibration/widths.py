@@ -261,7 +261,7 @@ class _Runs:
         self.expected, self.predictions = torch.cat([part for part, _ in parts]), parts[0][1]
         for name, blocks in list(self.lists.items()):
             # Blocks may use more of earlier blocks than their outputs, for example their keys and values. A model may also call
-            # them several times, or in another order, so that a block comes after a changed one that is behind it in the list.
+            # them several times, or in another order, so that a block comes after a changed one that follows it in the list.
             in_order = [block for block in order if block in blocks] == blocks * len(batches)
             with suppress(Exception):
                 if in_order and torch.equal(self._run(blocks[:-1]), self.expected):
