@@ -35,8 +35,11 @@ def named_layers(model: torch.nn.Module) -> Iterator[tuple[str, Layer]]:
     """All modules of a model and their float experts, by qualified names.
 
     A shared module is listed under each of its names; a convolution or other linear layer as an equivalent torch.nn.Linear.
+    Modules that compute a weight (parametrizations) are not listed, because that weight is packed as computed.
     """
     for name, module in model.named_modules(remove_duplicate=False):
+        if "parametrizations" in name.split("."):
+            continue
         yield name, _in_its_form(module)
         for leaf, experts in experts_of(module).items():
             yield f"{name}.{leaf}" if name else leaf, experts

@@ -55,6 +55,24 @@ def test_a_parametrized_layer_is_packed_as_computed(norm, kind):
         lowbit.qat.prepare_(nn.Sequential(layer), config)
 
 
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, weight):
+        return self.inner(weight)
+
+
+def test_layers_of_a_parametrization_are_part_of_its_weight():
+    layer = nn.Linear(32, 48)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Mixed())
+    model = nn.Sequential(layer).eval()
+    expected = lowbit.quantize_tensor(layer.weight, LinearConfig(4), bias=layer.bias)
+    lowbit.quantize_(model, LinearConfig(4))
+    assert torch.equal(model[0].packed_weight, expected)
+
+
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
 def test_transformer_encoder(gradients, masked):
