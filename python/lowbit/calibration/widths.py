@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..layers.expert_stacks import Experts
 from ..layers.packable import Layer, layer_at, names_by_weight
@@ -186,15 +187,30 @@ def _replaced_weight(layers: list[Layer], weight: Tensor) -> Iterator[None]:
         finally:
             parameters[leaf] = original
         return
-    originals = [layer.weight for layer in layers]
     parameter = torch.nn.Parameter(weight, requires_grad=False)
-    try:
+    with ExitStack() as stack:
         for layer in layers:
-            layer.weight = parameter
+            stack.enter_context(_with_weight(layer, parameter))
+        yield
+
+
+@contextmanager
+def _with_weight(layer: Any, weight: torch.nn.Parameter) -> Iterator[None]:
+    """A context in which a layer has another weight, also instead of one that a parametrization computes."""
+    if is_parametrized(layer, "weight"):
+        kind = type(layer)
+        layer.__class__ = type(kind.__name__, (kind,), {"weight": weight})
+        try:
+            yield
+        finally:
+            layer.__class__ = kind
+        return
+    original = layer.weight
+    try:
+        layer.weight = weight
         yield
     finally:
-        for layer, weight in zip(layers, originals, strict=True):
-            layer.weight = weight
+        layer.weight = original
 
 
 def _importance(

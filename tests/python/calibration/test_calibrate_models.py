@@ -242,7 +242,7 @@ class Ordered(DetourBlocks):
     def forward(self, input_ids):
         x = self.table(input_ids)
         for number in self.order:
-            x = x + self.blocks[number](x)
+            x = self.blocks[number](x)
         return transformers.modeling_outputs.BaseModelOutput(x)
 
 
@@ -269,6 +269,18 @@ def test_runs_keep_a_block_s_own_forward():
     with torch.inference_mode():
         widths._Runs(model, [{"input_ids": ids} for ids in tokens(2)], linears(model))
     assert block.forward is own and "forward" not in vars(model.blocks[1])
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "orthogonal"])
+def test_mixed_widths_of_a_parametrized_layer(norm):
+    model, plain = Ordered().eval(), Ordered().eval()
+    plain.load_state_dict(model.state_dict())
+    layer = getattr(nn.utils.parametrizations, norm)(model.blocks[1][0])
+    plain.blocks[1][0].weight.data = layer.weight.detach().clone()
+    for each in (model, plain):
+        calibrate(each, tokens(4), lowbit.LowBitConfig(bits=4, embedding_bits=None), "importance", target_bits=4.5)
+    found = [[module.packed_weight for module in each.modules() if hasattr(module, "packed_weight")] for each in (model, plain)]
+    assert len(found[0]) == 4 and all(map(torch.equal, *found))
 
 
 class FusedConfig(transformers.PretrainedConfig):
