@@ -23,7 +23,7 @@ _OPERATORS = {
     )
 }
 _BUILT = _C.executorch_version.partition("+")[0]
-_INSTALL = (
+INSTALL = (
     f"Install it with `pip install executorch=={_BUILT}`."
     if _BUILT
     else "Install it with `pip install executorch==1.5.1`, then build lowbit again with `pip install .`."
@@ -42,7 +42,7 @@ def register() -> None:
         # Must come first: it loads the runtime's libraries, which the operator library links against.
         runtime = import_module("executorch.extension.pybindings.portable_lib")
     except ImportError as error:
-        raise ImportError(f"executorch is not installed, or does not load: {error}. {_INSTALL}") from error
+        raise ImportError(f"executorch is not installed, or does not load: {error}. {INSTALL}") from error
     register_with(runtime)
 
 
@@ -56,7 +56,7 @@ def register_with(runtime: ModuleType) -> None:
         raise ImportError(f"another library has registered {', '.join(present)}, but not all of lowbit's operators")
     library = Path(_C.__file__).parent / "lowbit_executorch.so"
     if not _C.executorch_version or not library.exists():
-        raise ImportError(f"lowbit was built without executorch: there is no {library}. {_INSTALL}")
+        raise ImportError(f"lowbit was built without executorch: there is no {library}. {INSTALL}")
     # ExecuTorch's C++ ABI may change between minor versions, and loading a library for another version reports no error.
     installed = import_module("executorch.version").__version__
     if installed.split(".")[:2] != _C.executorch_version.split(".")[:2]:

@@ -172,9 +172,9 @@ def _executorch(name: str) -> Any:
     try:
         return import_module(f"executorch.{name}")
     except ImportError as error:
-        raise ImportError(
-            f"executorch is not installed, or does not load: {error}. Install it with `pip install executorch==1.5.1`."
-        ) from error
+        from ..executorch import INSTALL
+
+        raise ImportError(f"executorch is not installed, or does not load: {error}. {INSTALL}") from error
 
 
 def _traced(model: torch.nn.Module, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> torch.export.ExportedProgram:

@@ -354,6 +354,12 @@ try:
     lowbit.export_pte(None, (), "x.pte")
 except ImportError as error:
     print("export:", error)
+lowbit._C.executorch_version = ""
+importlib.reload(lowbit.executorch)
+try:
+    lowbit.export_pte(None, (), "x.pte")
+except ImportError as error:
+    print("export of a build without:", error)
 """,
     )
     lines = dict(line.split(": ", 1) for line in output.splitlines() if ": " in line)
@@ -365,3 +371,4 @@ except ImportError as error:
     assert lines["by others"] == lines["again"] == "nothing was raised"
     assert lines["uninstalled"].startswith("executorch is not installed, or does not load: ")
     assert remedy in lines["uninstalled"] and remedy in lines["export"]
+    assert lines["export of a build without"].endswith(f"{remedy}, then build lowbit again with `pip install .`.")
