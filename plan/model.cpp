@@ -114,7 +114,7 @@ Status PlanModel::Implementation::make(const std::string& name, const Memory& by
     return Status::error("%s has a vocabulary of %" PRId64 " tokens and %" PRId64 " positions; expected the plan of a "
                          "language model", name.c_str(), number(plan, "vocabulary"), number(plan, "positions"));
   }
-  own->output_type = type_of_output(plan);
+  (void)type_of_output(plan, &own->output_type);  // of a plan without one: float32
   if (!is_activation_type(own->output_type)) {
     return Status::error("%s has logits of %s; expected floats", name.c_str(), name_of(own->output_type));
   }

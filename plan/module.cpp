@@ -195,6 +195,13 @@ std::vector<std::tuple<std::string, std::string, int64_t>> weights_of(const Plan
   return result;
 }
 
+// The number of the ElementType of a plan's output.
+int output_type_of(const PlanModel& model) {
+  ElementType type;
+  if (!type_of_output(model.plan(), &type)) throw py::value_error("the plan has no output");
+  return static_cast<int>(type);
+}
+
 void run_model(PlanModel& model, int64_t rows, int64_t kept, const std::vector<Address>& inputs,
                const std::vector<Address>& outputs,
                const std::vector<std::tuple<int64_t, int64_t, int64_t, const Caches*>>& texts) {
@@ -264,8 +271,7 @@ void add_plans(py::module_& module) {
       .def_property_readonly("weights", &weights_of)
       .def("measure", &PlanModel::measure)
       .def("times", [](const PlanModel& model) { return named(model.measured()); })
-      .def_property_readonly("output_type",
-                             [](const PlanModel& model) { return static_cast<int>(type_of_output(model.plan())); })
+      .def_property_readonly("output_type", &output_type_of)
       .def("begin", &begin, py::arg("length"), py::arg("keys"), py::arg("values"))
       .def("certify", [](PlanModel& model) {
         uint64_t certificate = 0;

@@ -118,15 +118,16 @@ struct Plan {
   std::vector<PlanStep> steps;
 };
 
-// The type of a plan's output; float32 if it has none.
-inline ElementType type_of_output(const Plan& plan) {
-  ElementType type = ElementType::f32;
+// Sets *type to the type of a plan's output. False if it has none.
+inline bool type_of_output(const Plan& plan, ElementType* type) {
+  bool found = false;
   for (const PlanStep& step : plan.steps) {
     const Operand& last = step.operands.back();
-    const bool is_output = last.buffer >= 0 && plan.buffers[static_cast<size_t>(last.buffer)].kind == BufferKind::output;
-    if (is_output) type = last.type;
+    if (last.buffer < 0 || plan.buffers[static_cast<size_t>(last.buffer)].kind != BufferKind::output) continue;
+    *type = last.type;
+    found = true;
   }
-  return type;
+  return found;
 }
 
 LOWBIT_API const char* name_of(Opcode op);
