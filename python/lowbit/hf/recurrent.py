@@ -65,7 +65,7 @@ class Mixer:
         self.module, self.states, self.layer = module, states, module.layer_idx
         self._taken = 0  # number of states used so far in the current call
         self._own: list[Tensor] = []  # states of this layer
-        function = inspect.unwrap(type(module).forward)
+        function = inspect.unwrap(type(module).forward)  # what is around it serves accelerate's hooks and older callers
         replaced = {name: replace(self) for name, replace in _FUNCTIONS.items() if name in function.__globals__}
         own = with_globals(function, replaced)
 

@@ -101,11 +101,15 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _with_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
     """The ``forward`` of a class with lowbit's rotary positions; unchanged if it calls no function that they replace."""
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+    inner = inspect.unwrap(forward)  # newer versions of transformers put functions around it that rename arguments
+    if not isinstance(inner, FunctionType):
         return forward
-    functions = {name: forward.__globals__[name] for name in _NAMES if name in forward.__code__.co_names}
+    functions = {name: inner.__globals__[name] for name in _NAMES if name in inner.__code__.co_names}
     replaced = {name: each for name, function in functions.items() if (each := fused(function)) is not function}
-    own: Callable[..., Any] = with_globals(forward, replaced) if replaced else forward
+    try:
+        own: Callable[..., Any] = with_globals(forward, replaced) if replaced else forward
+    except ValueError:  # a wrapper that holds the function in another way
+        return forward
     return own
 
 

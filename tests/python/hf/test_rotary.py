@@ -1,6 +1,8 @@
 """Rotary positions of transformers' models computed by lowbit: the same bits, gradients, compiled code, functions that stay."""
 
 import copy
+import functools
+import inspect
 import pickle
 from importlib import import_module
 
@@ -8,6 +10,7 @@ import lowbit
 import pytest
 import torch
 from lowbit.hf import rotary
+from lowbit.hf.rebinding import with_globals
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
@@ -186,6 +189,62 @@ def test_decoders(kind, dtype, monkeypatch):
     # Routers have functions of torch, whose bits a plan does not have.
     assert planned.equal(expected) or (kind == "deepseek_v3" and planned.allclose(expected, atol=1e-2))
     assert [each.tokens for each in texts] == [each.tokens for each in generate_batch(plain, [[5, 8, 13], [21, 34]], 5)]
+
+
+def renamed(function):
+    """Renames an argument, as transformers does for older callers."""
+
+    @functools.wraps(function)
+    def call(*arguments, **more):
+        return function(*arguments, **{{"old": "cache"}.get(name, name): value for name, value in more.items()})
+
+    return call
+
+
+def held_twice(function):
+    other = function
+
+    @functools.wraps(function)
+    def call(*arguments, **more):
+        return (function or other)(*arguments, **more)
+
+    return call
+
+
+def held_in_a_list(function):
+    functions = [function]
+
+    @functools.wraps(function)
+    def call(*arguments, **more):
+        return functions[0](*arguments, **more)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("wrap", "replaced"),
+    [(renamed, True), (lambda forward: renamed(renamed(forward)), True), (held_twice, False), (held_in_a_list, False)],
+)
+def test_functions_in_wrappers(wrap, replaced, monkeypatch):
+    model = model_of("llama")
+    expected = logits_of(Decoder(model, 32, plan=False))
+    kind = type(model.model.layers[0].self_attn)
+    wrapped = wrap(kind.forward)
+    wrapped.mark = 1
+    monkeypatch.setattr(kind, "forward", wrapped)
+    decoder = Decoder(model, 32, plan=False)
+    with Count() as count:
+        assert logits_of(decoder).equal(expected)
+    assert count.calls == (2 * 4 if replaced else 0)
+    if replaced:
+        own = with_globals(wrapped, {"x": 1})
+        assert own.mark == 1 and own.__wrapped__ is not wrapped.__wrapped__ and own.__qualname__ == wrapped.__qualname__
+        assert inspect.unwrap(own).__globals__["x"] == 1 and "x" not in own.__globals__
+    else:
+        with pytest.raises(ValueError, match=f"in {2 if wrap is held_twice else 0} cells of its closure; expected 1"):
+            with_globals(wrapped, {})
+    with pytest.raises(ValueError, match="is a partial; expected a Python function"):
+        with_globals(functools.partial(wrapped), {})
 
 
 def test_fused_models():
