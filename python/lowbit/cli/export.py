@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..files.replace import refuse_other_file
+from ..files.replace import has_mark, refuse_other_file
 from ..machine.facts import cpp_compiler
 from . import options
 from .models import load, positions, set_threads
 from .output import Output, size, table
 
-# What each kind of file from lowbit has: a plan its first bytes, a program the names of lowbit's operators or backend, and a
-# GGUF file a key.
-_MARKS = {"plan": b"lowbit plan", "pte": b"lowbit", "pt2": b"lowbit", "gguf": b"lowbit.version"}
+# What each kind of file from lowbit has: a plan its first bytes, and a program the names of lowbit's operators or backend.
+_MARKS = {"plan": b"lowbit plan", "pte": b"lowbit", "pt2": b"lowbit"}
 
 
 def export(
@@ -49,13 +48,13 @@ def export(
     set_threads(threads)
     if file is None:
         if to != "plan":
-            raise typer.BadParameter(f"expected a file name that ends in .{to}", param_hint="--output")
+            raise typer.BadParameter(f"it is missing; expected the file to write, such as model.{to}", param_hint="--output")
         file = model / "lowbit.plan"
     if file.suffix != f".{to}":
         raise ValueError(f"--output is {str(file)!r}; expected a name that ends in .{to}")
     if not file.absolute().parent.is_dir():
         raise NotADirectoryError(f"{file.absolute().parent} is not a directory; make it first")
-    refuse_other_file(file, _MARKS[to], f"a .{to} file")
+    refuse_other_file(file, lambda path: _is_ours(path, to), f"a .{to} file")
     document: dict[str, Any] = {"model": str(model), "output": str(file), "to": to}
     if to == "plan":
         _check_plan(model, file, quantizing)
@@ -88,6 +87,12 @@ def export(
     document |= {"bytes": file.stat().st_size, "seconds": time.perf_counter() - begin}
     written = f"{file}: {size(document['bytes'])}{about}, written in {document['seconds']:.1f} s"
     output.result(document, *shown, written)
+
+
+def _is_ours(path: Path, to: str) -> bool:
+    from ..exports.gguf_settings import is_of_lowbit
+
+    return is_of_lowbit(path) if to == "gguf" else has_mark(path, _MARKS[to])
 
 
 def _check_plan(model: Path, file: Path, quantizing: options.Quantizing) -> None:

@@ -73,7 +73,7 @@ def report(
 ) -> None:
     """Write a page of plots: quality against bytes for every width and method, compared with other formats."""
     from ..files.config_json import refuse_gguf
-    from ..files.replace import refuse_other_file, replacing
+    from ..files.replace import has_mark, refuse_other_file, replacing
     from ..tools.report.measure_methods import Options, collect
     from ..tools.report.report_page import MARK, render  # fails early if matplotlib is missing
 
@@ -99,7 +99,7 @@ def report(
         raise ValueError(f"{page} does not end in .html; expected the name of the page, or an existing directory")
     if not page.parent.is_dir():
         raise NotADirectoryError(f"{page.parent} is not a directory; make it first")
-    refuse_other_file(page, MARK.encode(), "a report")
+    refuse_other_file(page, lambda path: has_mark(path, MARK), "a report")
     refuse_gguf(model)
     if not model.is_dir():
         raise NotADirectoryError(f"{model} is not a directory; expected a float checkpoint")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import _C, __version__
+from .. import _C
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf_reader import TYPES, GgufWriter, TensorType
 from ..files.io import read_bytes
@@ -283,7 +283,7 @@ def export_gguf(
     config = read_config(source)
     if quantization_method(config) not in (None, "lowbit"):
         raise ValueError(f"{source} is quantized by the method {quantization_method(config)!r}: lowbit import it first")
-    metadata = architecture_metadata(source, config) | {"lowbit.version": __version__}
+    metadata = architecture_metadata(source, config)
     tensors = read_files(*files_of(source))
     architecture = metadata["general.architecture"]
     window = metadata.get("phi3.attention.sliding_window")

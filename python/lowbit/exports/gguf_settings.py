@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 
 from ..files.config_json import CONFIG
+from ..files.gguf_reader import read_gguf
 from ..importing.gguf_models import ARCHITECTURES, gemmas_query_scale
 
 # model_type -> architecture.
 _WRITTEN = {name: name for name in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2")}
 _WRITTEN |= {"mistral": "llama", "gemma3_text": "gemma3"}
+# The keys of the architecture with which the metadata of every file from lowbit begins, after general.architecture.
+_FIRST = (
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length",
+)  # fmt: skip
 
 
 def _number(path: Path, settings: dict[str, Any], key: str, default: float | None = None) -> float:
@@ -63,6 +69,22 @@ class _Model:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
             raise ValueError(f"{self.path} has {key} {value!r} in {CONFIG}; expected a number above 0")
         return value
+
+
+def is_of_lowbit(path: Path) -> bool:
+    """Whether lowbit wrote a file: its first keys are those of a GGUF file from lowbit, and no other key is a general one.
+
+    Other programs also write general.name, general.file_type or the like.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        metadata = read_gguf(path).metadata
+    except ValueError:  # not a complete GGUF file
+        return False
+    begin = ["general.architecture", *(f"{metadata.get('general.architecture')}.{key}" for key in _FIRST)]
+    return list(metadata)[: len(begin)] == begin and sum(key.startswith("general.") for key in metadata) == 1
 
 
 def architecture_metadata(path: Path, config: dict[str, Any]) -> dict[str, Any]:

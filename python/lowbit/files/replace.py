@@ -11,7 +11,7 @@ import secrets
 import shutil
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -215,20 +215,24 @@ def resolve_new_directory(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def refuse_other_file(path: Path, mark: bytes, what: str) -> None:
+def has_mark(path: Path, mark: bytes) -> bool:
+    """Whether a file has these bytes anywhere; it must not be empty."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(mark) >= 0
+
+
+def refuse_other_file(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
     """Refuses to replace a file that lowbit has not written.
 
     Args:
-        mark: bytes that every file of this kind from lowbit has.
+        is_ours: whether lowbit wrote a file, in this or an earlier version.
         what: the kind of file, for example "a report".
 
     Raises:
-        FileExistsError: the file is not empty, and lacks the mark.
+        FileExistsError: the file is not empty, and of another program.
     """
-    if path.is_file() and path.stat().st_size:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            if content.find(mark) < 0:
-                raise FileExistsError(f"{path} exists and is not {what} of lowbit; choose another name, or delete it")
+    if path.is_file() and path.stat().st_size and not is_ours(path):
+        raise FileExistsError(f"{path} exists and is not {what} of lowbit; choose another name, or delete it")
 
 
 @contextmanager

@@ -14,9 +14,11 @@ import pytest
 import torch
 from checkpoints import edit_json, make_model, quantized, save_model
 from command_line import FLOAT, document, documented_keys, invoke, keys_in
-from gguf_files import write_model
+from gguf_files import file_bytes, write_model
 from lowbit.checkpoint.codes import dequantize
 from lowbit.exports.gguf import encode, export_gguf
+from lowbit.exports.gguf_settings import architecture_metadata, is_of_lowbit
+from lowbit.files.config_json import read_config
 from lowbit.importing.gguf_blocks import NL4
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.operators import ops
@@ -225,6 +227,22 @@ def test_scales_that_float16_does_not_hold(tmp_path):
     with pytest.raises(ValueError, match="float16"):
         _steps("w", info, scales * 1e12, None)
     assert _steps("w", info, torch.full((16, 2), 0.5), None) == 0
+
+
+def test_which_files_are_of_lowbit(symmetric, tmp_path):
+    """Files of lowbit are recognized by keys that it has always written, which other programs write in another order."""
+    ours = architecture_metadata(symmetric, read_config(symmetric))
+    file = tmp_path / "m.gguf"
+
+    def is_ours(metadata):
+        file.write_bytes(file_bytes(metadata, []))
+        return is_of_lowbit(file)
+
+    assert is_ours(ours) and is_ours(ours | {"lowbit.version": "0.1"})
+    assert invoke("export", symmetric, "--to", "gguf", "--output", file).exit_code == 0 and is_of_lowbit(file)
+    assert not is_ours(dict([*ours.items()][::-1]))
+    assert not is_ours(ours | {"general.name": "lowbit.version"})
+    assert not is_ours({"general.architecture": "llama"}) and not is_ours({"lowbit.version": "0.1"})
 
 
 def test_damaged_weights_are_refused(symmetric, tmp_path):

@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(f"matplotlib is not installed ({error}); a report needs it: pip install matplotlib") from error
 
-MARK = '<meta name="generator" content="lowbit report">'  # tells pages of reports from others
+MARK = b"<section><h2>All figures</h2>"  # tells pages of reports, of all versions, from others
 _COLORS = {"nearest": "#767676", "nearest, levels": "#aaaaaa", "nearest, 16-bit activations": "#4caf50",
             "importance": "#0f7ba0", "auto": "#b3261e",
             "auto, levels": "#e07a5f", "widths by layer": "#1b1b1b", "widths by layer, distilled": "#1f4e9c",
@@ -247,7 +247,6 @@ def render(figures: dict[str, Any], command: str) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-{MARK}
 <link rel="icon" href="data:,">
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
@@ -259,7 +258,7 @@ def render(figures: dict[str, Any], command: str) -> str:
 <div class="plots">
 {sections}
 </div>
-<section><h2>All figures</h2>{_ahead(figures)}<div class="wide"><table>
+{MARK.decode()}{_ahead(figures)}<div class="wide"><table>
 {_table(figures)}
 </table></div></section>
 <footer><code>{escape(command)}</code><br>{escape(about["machine"])}, {_threads(about)}, torch
