@@ -59,7 +59,7 @@ class Wish(Body):
     stream: Annotated[bool, BeforeValidator(lambda value: {"true": True, "false": False}.get(value.lower(), value))] = False
     temperature: str = Field("", max_length=64)
     prompt: str = Field("", max_length=_MOST_PROMPT)
-    beams: int = Field(1, ge=1, strict=False)
+    beams: str = Field("", max_length=64)
     granularities: list[Literal["segment", "word"]] = Field(
         default_factory=list, max_length=2, alias="timestamp_granularities[]"
     )
@@ -79,17 +79,14 @@ class Wish(Body):
         """The arguments of :meth:`lowbit.speech.Transcriber.transcribe`.
 
         Raises:
-            ApiError: the temperature is not a number.
+            ValueError: the temperature or the number of beams is another text.
         """
-        from ..speech.speech_options import temperatures
+        from ..speech.speech_options import beams, temperatures
 
-        try:
-            temperature = temperatures(self.temperature or "0")
-        except ValueError as error:
-            raise bad("temperature", str(error)) from error
         return {
-            "task": task, "language": self.language or None, "prompt": self.prompt, "temperature": temperature,
-            "word_timestamps": "word" in self.granularities, "beams": self.beams,
+            "task": task, "language": self.language or None, "prompt": self.prompt,
+            "temperature": temperatures(self.temperature or "0"), "word_timestamps": "word" in self.granularities,
+            "beams": beams(self.beams or "1"),
         }  # fmt: skip
 
 

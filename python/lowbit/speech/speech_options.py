@@ -69,6 +69,18 @@ class Options:
         return (float(value),) if isinstance(value, (int, float)) else tuple(map(float, value))
 
 
+def beams(text: str) -> int:
+    """The number in a text.
+
+    Raises:
+        ValueError: the text is not a number.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"beams is {text!r}; expected 1 to {MOST_BEAMS}") from None
+
+
 def temperatures(text: str) -> tuple[float, ...]:
     """The numbers of a text such as "0,0.2,0.4".
 
