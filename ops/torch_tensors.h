@@ -32,6 +32,19 @@ inline void raise_unless_ok(const Status& status) {
   }
 }
 
+// Name of a tensor's dtype. Torch only appends to its numbering of types.
+inline const char* dtype_name(const torch::stable::Tensor& tensor) {
+  static constexpr const char* kNames[] = {
+      "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex32", "complex64", "complex128",
+      "bool", "qint8", "quint8", "qint32", "bfloat16", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8",
+      "bits16", "float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16", "uint32", "uint64", "uint1",
+      "uint2", "uint3", "uint4", "uint5", "uint6", "uint7", "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+      "float8_e8m0fnu", "float4_e2m1fn_x2"};
+  int32_t number = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  return number < static_cast<int32_t>(sizeof kNames / sizeof *kNames) ? kNames[number] : "newer than this version of lowbit";
+}
+
 inline TensorView view_of(const char* name, const torch::stable::Tensor& tensor) {
   TensorView view;
   int32_t layout;
@@ -60,7 +73,10 @@ inline TensorView view_of(const char* name, const torch::stable::Tensor& tensor)
   try {
     view.type = element_type_of(tensor.scalar_type());
   } catch (const std::exception&) {  // the stable ABI has no such type
-    raise_unless_ok(Status::error("%s is quantized by torch; expected a tensor of numbers", name));
+  }
+  if (view.type == ElementType::other) {
+    raise_unless_ok(Status::error("%s has dtype %s; expected one of torch's usual types, such as float32 or int64", name,
+                                  dtype_name(tensor)));
   }
   view.on_cpu = tensor.is_cpu();
   // The memory is only read, except that of outputs from allocate().

@@ -147,6 +147,10 @@ def quantized(x):
     return torch._empty_affine_quantized(x.shape, scale=1.0, zero_point=0, dtype=torch.quint8)
 
 
+def scales(x):
+    return torch.ones(x.shape, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
 def complex_(x):
     return torch.complex(x.float(), x.float()).conj()
 
@@ -155,12 +159,13 @@ REFUSED = {
     in_sparse: "is sparse, or has another layout than torch.strided; expected a dense tensor",
     in_csr: "is sparse, or has another layout", in_mkldnn: "is sparse, or has another layout",
     jagged: "is (nested|sparse), or has", nested: "is nested, or has symbolic sizes; expected a dense tensor",
-    shortened: r"has shape \[.*\], which needs \d+ bytes, and a storage of \d+", quantized: "is quantized by torch; expected",
+    shortened: r"has shape \[.*\], which needs \d+ bytes, and a storage of \d+", quantized: "has dtype quint8; expected",
+    scales: "has dtype float8_e8m0fnu; expected one of torch's usual types", complex_: "has dtype complex64; expected",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "place"), EVERY_TENSOR)
-@pytest.mark.parametrize("other", [torch.Tensor.cpu, lambda x: x.to("meta"), complex_, *REFUSED])
+@pytest.mark.parametrize("other", [torch.Tensor.cpu, lambda x: x.to("meta"), *REFUSED])
 @pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions", "ignore:.*(Sparse CSR|nested tensors)")
 def test_other_tensors_are_refused(name, place, other):
     arguments = call(name)
