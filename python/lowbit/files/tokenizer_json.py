@@ -26,15 +26,19 @@ def check_tokenizer(directory: Path) -> None:
             raise ValueError(f"the tokenizer in {directory} does not load: {error}") from error
 
 
-def load_backend(directory: Path) -> Any:
+def load_backend(directory: Path, checked: bool = False) -> Any:
     """The Tokenizer of the library ``tokenizers`` in a directory, without truncation and padding.
+
+    Args:
+        checked: whether :func:`check_tokenizer` has accepted this very file before, which its checksum in a plan shows.
 
     Raises:
         OSError, ValueError: the file is missing or damaged, or as :func:`check_numbers`.
     """
     from tokenizers import Tokenizer
 
-    check_tokenizer(directory)
+    if not checked:
+        check_tokenizer(directory)
     content = (directory / TOKENIZER).read_bytes()
     with interpreting(f"the tokenizer in {directory} does not load"):
         backend = Tokenizer.from_buffer(content)
@@ -62,18 +66,25 @@ def check_numbers(vocabulary: Mapping[str, int], added: Sequence[Mapping[str, An
     Raises:
         ValueError: two tokens have one number, a token has two, or a number is far beyond the others.
     """
-    texts: dict[int, str] = {}
-    numbers: dict[str, int] = {}
-    for text, number in (*vocabulary.items(), *((each.get("content"), each.get("id")) for each in added)):
-        if not isinstance(text, str) or type(number) is not int:
-            return  # the library says what is wrong
-        if (other := texts.setdefault(number, text)) != text:
-            raise ValueError(f"the tokens {other!r} and {text!r} both have the number {number}; expected a number for each")
-        if (before := numbers.setdefault(text, number)) != number:
-            raise ValueError(f"the token {text!r} has the numbers {before} and {number}; expected one of them")
+    pairs: list[tuple[Any, Any]] = [*vocabulary.items(), *((each.get("content"), each.get("id")) for each in added)]
+    if any(type(text) is not str or type(number) is not int for text, number in pairs):
+        return  # the library says what is wrong
+    texts = {number: text for text, number in pairs}
+    if not len(texts) == len(dict(pairs)) == len({*pairs}):
+        _raise_first(pairs)
     most = 16 * len(texts) + _SPARE
     if (largest := max(texts, default=0)) >= most:
         raise ValueError(
             f"the token {texts[largest]!r} has the number {largest}, and there are {len(texts)} tokens; expected numbers "
             f"below {most}"
         )
+
+
+def _raise_first(pairs: Sequence[tuple[str, int]]) -> None:
+    texts: dict[int, str] = {}
+    numbers: dict[str, int] = {}
+    for text, number in pairs:
+        if (other := texts.setdefault(number, text)) != text:
+            raise ValueError(f"the tokens {other!r} and {text!r} both have the number {number}; expected a number for each")
+        if (before := numbers.setdefault(text, number)) != number:
+            raise ValueError(f"the token {text!r} has the numbers {before} and {number}; expected one of them")

@@ -53,17 +53,18 @@ class PlainTokenizer:
     With ``tables``, whose files open in a tenth of the time, the library is loaded only for what they do not have.
     """
 
-    def __init__(self, directory: Path, special: dict[str, str], tables: _C.Tokenizer | None = None):
+    def __init__(self, directory: Path, special: dict[str, str], tables: _C.Tokenizer | None = None, *, checked: bool = False):
         """
         Args:
             directory: has tokenizer.json.
             special: the names of special tokens, such as "bos_token", and their texts, for chat templates.
             tables: the same tokenizer as tables (:func:`tables_of`).
+            checked: as for :func:`lowbit.files.tokenizer_json.load_backend`.
 
         Raises:
             OSError, ValueError: a file is missing or damaged.
         """
-        self.name_or_path, self.tables, self._special = str(directory), tables, special
+        self.name_or_path, self.tables, self._special, self._checked = str(directory), tables, special, checked
         if tables is None:
             self.added_tokens_decoder: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
         else:
@@ -72,7 +73,7 @@ class PlainTokenizer:
     @cached_property
     def backend_tokenizer(self) -> Any:
         """The tokenizer of the library."""
-        return load_backend(Path(self.name_or_path))
+        return load_backend(Path(self.name_or_path), self._checked)
 
     @property
     def chat_template(self) -> Any:

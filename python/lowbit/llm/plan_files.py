@@ -125,6 +125,5 @@ def open_planned(directory: Path, threads: int, cache: str | None) -> PlannedMod
     config = SimpleNamespace(vocab_size=plan.vocabulary)
     config.get_text_config = lambda: config
     model = SimpleNamespace(config=config, generation_config=generation)
-    return PlannedModel(
-        directory, plan, model, PlainTokenizer(directory, special, tables_of(directory)), cache or default, stop, prefix
-    )
+    tokenizer = PlainTokenizer(directory, special, tables_of(directory), checked=True)
+    return PlannedModel(directory, plan, model, tokenizer, cache or default, stop, prefix)

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..files.config_json import read_config
 from ..files.plan_facts import NoPlan, are_allowed
+from ..files.tokenizer_json import check_tokenizer
 from ..files.untrusted import interpreting, read_json
 from .bodies import check_bytes
 from .engine import Engine, ordinary
@@ -234,6 +235,7 @@ def _load_by_torch(path: Path, scores: bool) -> Any:
     from ..hf.from_pretrained import counting
     from ..hf.fusing import fuse_
 
+    check_tokenizer(path)
     make = library.CrossEncoder if scores else library.SentenceTransformer
     with counting(None), interpreting(f"{path} does not load"):
         model = make(

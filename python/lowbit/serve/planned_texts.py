@@ -37,7 +37,7 @@ class _Tokens:
             most: tokens of the longest text; longer ones are cut.
             side: where long texts are cut, "right" or "left".
         """
-        self.backend = load_backend(directory)
+        self.backend = load_backend(directory, checked=True)
         if most is not None:
             self.backend.enable_truncation(most, strategy="longest_first", direction=side)
 

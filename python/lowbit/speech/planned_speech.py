@@ -156,7 +156,7 @@ class PlannedTranscriber(Transcriber):
         try:
             decoder = PlannedSpeech(plans[0], plans[1], contents[0])
             settings = SimpleNamespace(**contents[0]["settings"])
-            tokenizer = load_backend(directory)
+            tokenizer = load_backend(directory, checked=True)
         except Exception as error:  # tokenizers raises no other kind
             raise NoPlan(f"{files[0]} is not used: {error}") from error
         self._begin(decoder, settings, SimpleNamespace(backend_tokenizer=tokenizer))

@@ -1,7 +1,9 @@
 """lowbit.files.untrusted: untrusted JSON, its error messages, and which library an exception comes from."""
 
+import gc
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,17 @@ def test_the_cause_of_an_error_is_recognized():
     for error in (KeyError("a"), MemoryError(), ImportError("x")):
         with pytest.raises(type(error)), interpreting("model"):
             raise error
+
+
+def test_parsing_keeps_the_garbage_collector(tmp_path):
+    file = tmp_path / "a.json"
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            for text in ("{}", "{"):
+                file.write_text(text)
+                with nullcontext() if text == "{}" else pytest.raises(ValueError, match="is not JSON"):
+                    read_json(file)
+                assert gc.isenabled() == enabled
+        finally:
+            gc.enable()

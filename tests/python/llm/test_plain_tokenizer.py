@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from lowbit import _C
 from lowbit.exports.token_file import TextSettings, token_bytes
+from lowbit.files import tokenizer_json
 from lowbit.files.plan_facts import PLAN, TOKENS
 from lowbit.llm.loading import TextStream, load_tokenizer
 from lowbit.llm.plain_tokenizer import PlainTokenizer, difference, tables_of
@@ -230,6 +231,13 @@ def test_contradictions_are_refused(tmp_path, change, message):
     for load in (load_tokenizer, lambda directory: PlainTokenizer(directory, {})):
         with pytest.raises(ValueError, match=f"^the tokenizer in .*changed does not load: .*{message}"):
             load(tmp_path / "changed")
+
+
+def test_a_file_is_checked_once(tmp_path, monkeypatch):
+    """A tokenizer that a plan's checksum identifies was checked when the plan was written."""
+    MAKERS["bytes"]().save_pretrained(tmp_path)
+    monkeypatch.setattr(tokenizer_json, "check_tokenizer", lambda directory: pytest.fail("checked again"))
+    assert PlainTokenizer(tmp_path, {}, checked=True)("a")["input_ids"]
 
 
 def test_tables_of_two_tokens_with_one_number_are_refused():
