@@ -101,6 +101,7 @@ def serve(
 
     wish = _Wish(output, text, config, max_length, threads, cache, draft, at_once, rows, kept, image_pixels, named)
     loaded = [each for name, path in zip(names, models, strict=True) for each in _load(wish, name, path)]
+    _refuse_unused([model for model, _ in loaded])
     for model, guesser in loaded:
         if isinstance(model, LanguageModel) and not isinstance(model, ImageModel):
             if model.parent is None:  # adapters are float, so their keys and values are not stored
@@ -111,6 +112,22 @@ def serve(
         [model for model, _ in loaded], host, port, api_key or os.environ.get("LOWBIT_API_KEY") or None,
         origins=sites, queue=queue, timeout=timeout, grace=grace, note=output.note, warn=output.warn,
     )  # fmt: skip
+
+
+def _refuse_unused(models: list[Model]) -> None:
+    """Refuses options that none of the models uses."""
+    from ..serve.image_conversations import ImageModel
+    from ..serve.model_list import LanguageModel
+    from ..serve.speech import SpeechModel
+
+    def refuse(needed: str, kinds: Any, *names: str) -> None:
+        if not any(isinstance(model, kinds) for model in models):
+            options.refuse_unused(f"without a {needed} model", *names)
+
+    refuse("vision", ImageModel, "image_pixels")
+    generating = "draft", "guesses", "prefix_cache", "prefix_memory", "template", "max_length", "at_once", "rows"
+    refuse("language", LanguageModel, *generating)
+    refuse("language or speech", (LanguageModel, SpeechModel), "cache", "bits")
 
 
 def _origin(text: str) -> str:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+from contextlib import nullcontext
 
 import lowbit
 import pytest
@@ -12,8 +13,9 @@ import torch
 import transformers
 import typer.testing
 from command_line import FLOAT, LOWBIT, PROMPT, TINY, broken, config, document, error, invoke
-from lowbit.cli import models
+from lowbit.cli import models, options
 from lowbit.cli.app import make_app
+from lowbit.cli.serve import _refuse_unused
 
 pytestmark = pytest.mark.first
 
@@ -164,6 +166,13 @@ def test_errors_of_inputs(packed, tmp_path):
     assert "expected a name that ends in .pte" in error(invoke("export", model, "--to", "pte", "--output", tmp_path / "m.pt2"))
     assert "is not a directory" in error(invoke("export", model, "--to", "pte", "--output", tmp_path / "no" / "m.pte"))
     assert "llama-3.2-1b, " in error(invoke("tune", "llama-3.2-2b"))
+
+
+@pytest.mark.parametrize("kind", ["pte", "pt2", "gguf"])
+def test_exports_need_a_name(packed, kind):
+    result = invoke("export", packed[0], "--to", kind)
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert result.exit_code == 2 and f"--output: it is missing; expected the file to write, such as model.{kind}" in said
 
 
 @pytest.mark.parametrize("kind", ["pte", "pt2", "gguf", "plan"])
@@ -330,12 +339,29 @@ def test_options_that_would_not_count_are_refused(packed, tmp_path):
         (("report", FLOAT, page, "--text", text, "--methods", "gptq"), "--methods", "without --calibrate"),
         (("tune", packed[0], "--group-size", 64), "--group-size", "which is packed already"),
         (("bench", packed[0], "--mode", "eager", "--activation-bits", 16), "--activation-bits", "which is packed already"),
+        (("serve", packed[0], "--image-pixels", 999), "--image-pixels", "without a vision model"),
     ):
         result = invoke(*arguments)
         assert (result.exit_code, result.stdout) == (2, ""), (arguments, result.output)
         assert f"Invalid value for {option}: it has no effect" in result.stderr.replace("\n", " "), result.stderr
         assert why in " ".join(result.stderr.replace("│", " ").split()), result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_options_that_no_served_model_uses(monkeypatch):
+    from lowbit.serve.embeddings import Encoder
+    from lowbit.serve.image_conversations import ImageModel
+    from lowbit.serve.model_list import LanguageModel
+    from lowbit.serve.speech import SpeechModel
+
+    used = {"image_pixels": {ImageModel}, "bits": {ImageModel, LanguageModel, SpeechModel}}
+    used |= {"cache": used["bits"], "draft": used["bits"] - {SpeechModel}, "template": used["bits"] - {SpeechModel}}
+    for name, kinds in used.items():
+        monkeypatch.setattr(options, "on_command_line", {name: f"--{name}"})
+        for kind in (Encoder, ImageModel, LanguageModel, SpeechModel):
+            models = [object.__new__(kind), object.__new__(Encoder)]
+            with nullcontext() if kind in kinds else pytest.raises(typer.BadParameter, match="no effect without a .* model"):
+                _refuse_unused(models)
 
 
 def test_bugs_keep_their_traceback(monkeypatch):

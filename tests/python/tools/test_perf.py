@@ -390,6 +390,8 @@ def test_the_start_of_generate(tiny, tmp_path, monkeypatch):
     from lowbit.llm import random_model
 
     monkeypatch.setattr(measure_speed, "_START_SECONDS", 1.0)
+    with pytest.raises(measure_speed.NotReached, match="LOWBIT_PLAN is 0, which switches plans off"):
+        measure_speed._start(torch.nn.Module(), 96, tmp_path / "model", 1, measure_speed.Clock(3600.0))
     monkeypatch.setenv("LOWBIT_PLAN", "1")  # conftest.py has 0
     weights = random_model(tiny, lowbit.LinearConfig(4, 32), lowbit.EmbeddingConfig(4, 32))
     cost = measure_speed._start(weights, 96, tmp_path / "model", 1, measure_speed.Clock(3600.0))

@@ -21,6 +21,7 @@ import torch
 
 import lowbit
 
+from ...files.plan_facts import are_allowed
 from ...files.untrusted import one_line
 from ...machine.child import gist
 from ...machine.memory import ReadBandwidth, in_huge_pages
@@ -286,6 +287,8 @@ def _joules_per_token(
 
 def _start(weights: torch.nn.Module, vocabulary: int, directory: Path, threads: int, clock: Clock) -> dict[str, float]:
     """The start of ``lowbit generate``: of a packed model with its plan, and a tokenizer of as many words."""
+    if not are_allowed():
+        raise NotReached("LOWBIT_PLAN is 0, which switches plans off; expected it unset, or 1")
     if clock.left < _START_SECONDS:
         raise NotReached(f"{clock.left:.0f} s were left; it may need {_START_SECONDS:.0f}")
     weights.save_pretrained(directory)
