@@ -21,7 +21,7 @@ def check_tokenizer(directory: Path) -> None:
     """
     if (directory / TOKENIZER).exists():
         try:
-            _check(read_json(directory / TOKENIZER))
+            _check(read_json(directory / TOKENIZER, shallow=True))
         except ValueError as error:
             raise ValueError(f"the tokenizer in {directory} does not load: {error}") from error
 
@@ -51,7 +51,8 @@ def _check(content: dict[str, Any]) -> None:
     model, added = content.get("model"), content.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, list):  # scores, in the order of the numbers
-        vocabulary = {str(entry[0]): number for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
+        firsts = [entry[0] if isinstance(entry, list) and entry else None for entry in vocabulary]
+        vocabulary = {text: number for number, text in enumerate(firsts) if isinstance(text, str)}
     added = added if isinstance(added, list) and all(isinstance(each, dict) for each in added) else []
     check_numbers(vocabulary if isinstance(vocabulary, dict) else {}, added)
 
@@ -66,25 +67,20 @@ def check_numbers(vocabulary: Mapping[str, int], added: Sequence[Mapping[str, An
     Raises:
         ValueError: two tokens have one number, a token has two, or a number is far beyond the others.
     """
-    pairs: list[tuple[Any, Any]] = [*vocabulary.items(), *((each.get("content"), each.get("id")) for each in added)]
-    if any(type(text) is not str or type(number) is not int for text, number in pairs):
-        return  # the library says what is wrong
-    texts = {number: text for text, number in pairs}
-    if not len(texts) == len(dict(pairs)) == len({*pairs}):
-        _raise_first(pairs)
+    numbers: dict[str, Any] = dict(vocabulary)
+    for each in added:
+        text, number = each.get("content"), each.get("id")
+        if isinstance(text, str) and (before := numbers.setdefault(text, number)) != number:
+            raise ValueError(f"the token {text!r} has the numbers {before} and {number}; expected one of them")
+    if {*map(type, numbers.values())} != {int}:
+        return  # there are none, or the library says what is wrong
+    texts = {number: text for text, number in numbers.items()}
+    if len(texts) < len(numbers):
+        other, text = next((texts[number], text) for text, number in numbers.items() if texts[number] != text)
+        raise ValueError(f"the tokens {text!r} and {other!r} both have the number {numbers[text]}; expected a number for each")
     most = 16 * len(texts) + _SPARE
-    if (largest := max(texts, default=0)) >= most:
+    if (largest := max(texts)) >= most:
         raise ValueError(
             f"the token {texts[largest]!r} has the number {largest}, and there are {len(texts)} tokens; expected numbers "
             f"below {most}"
         )
-
-
-def _raise_first(pairs: Sequence[tuple[str, int]]) -> None:
-    texts: dict[int, str] = {}
-    numbers: dict[str, int] = {}
-    for text, number in pairs:
-        if (other := texts.setdefault(number, text)) != text:
-            raise ValueError(f"the tokens {other!r} and {text!r} both have the number {number}; expected a number for each")
-        if (before := numbers.setdefault(text, number)) != number:
-            raise ValueError(f"the token {text!r} has the numbers {before} and {number}; expected one of them")

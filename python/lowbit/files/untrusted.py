@@ -17,8 +17,11 @@ MOST_JSON = 64 << 20  # bytes; the index of 140,000 tensors has 15 million, a co
 _READERS = ("transformers", "huggingface_hub", "tokenizers", "safetensors", "jinja2")  # packages that interpret files
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_json(path: str | os.PathLike[str], shallow: bool = False) -> dict[str, Any]:
     """The JSON object in a file.
+
+    Args:
+        shallow: whether the caller reads only the outer levels, so that deeper ones need no check, which takes time.
 
     Raises:
         OSError: it cannot be read.
@@ -39,6 +42,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; expected an object")
+    if shallow:
+        return content
     level: list[Any] = [content]
     for _ in range(_MOST_DEPTH):
         level = [inner for container in level for inner in (container.values() if isinstance(container, dict) else container)
