@@ -185,6 +185,20 @@ def test_gptq(tmp_path, bits, zeros, version):
     assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {f"GPTQ, {bits} bits"}
 
 
+def test_the_other_name_of_gptqs_version(tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "format": "gptq_v2"}
+    check(tmp_path, checkpoint(tmp_path / "in", settings, maker(4, "free", lambda layer: gptq(layer, 4, GROUP, 2))), "rounded")
+
+
+def test_the_width_of_few_outputs(tmp_path, monkeypatch):
+    """Zero points of eight outputs take one word at 2, 3 and 4 bits."""
+    monkeypatch.setitem(SIZES, "head_dim", 8)
+    monkeypatch.setitem(SIZES, "num_key_value_heads", 1)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    pack = lambda layer: gptq(layer, 4, layer.codes.shape[1], 1)  # noqa: E731
+    check(tmp_path, checkpoint(tmp_path / "in", settings, maker(4, "middle", pack, group=-1)), "exact")
+
+
 @pytest.mark.parametrize("zeros", ["middle", "free"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 def test_gptq_in_planes(tmp_path, bits, zeros):
@@ -398,6 +412,8 @@ REFUSED = {
     ),
     "twice": (GPTQ, both, "has two tensors that become model.layers.0.self_attn.q_proj.weight"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, None, "checkpoint_format 'marlin'; lowbit imports 'gptq'"),
+    "another version": (GPTQ | {"checkpoint_format": "gptq_v2"}, None, "has the zero point 7 everywhere; expected 8, or several"),
+    "two versions": (GPTQ | {"checkpoint_format": "gptq", "format": "gptq_v2"}, None, "format 'gptq_v2' and checkpoint_format"),
     "planes": (GPTQ | {"checkpoint_format": "gptq_p"}, narrow, "expected those of 2, 3, 4, 5, 6, 7 or 8 bits"),
     "group size": (GPTQ | {"group_size": 64}, None, "has 3 groups for 96 inputs; expected 2, of 64 inputs"),
     "group of a text": (GPTQ | {"group_size": "32"}, None, "group_size '32'; expected inputs per group, or -1"),
