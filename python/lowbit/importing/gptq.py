@@ -31,8 +31,8 @@ def read_gptq(stock: Stock) -> list[SourceTensor]:
         ValueError: a tensor of a layer is missing or has another shape or dtype; groups differ in size; a zero point of the
             first version is ambiguous; or the zero points are those of the other version.
     """
-    other = stock.setting("format", tuple(_WIDTHS), stock.settings.get("checkpoint_format", "gptq"))  # GPTQModel writes both
-    version = stock.setting("checkpoint_format", tuple(_WIDTHS), other)
+    version = stock.setting("checkpoint_format", tuple(_WIDTHS), stock.settings.get("format", "gptq"))
+    other = stock.setting("format", tuple(_WIDTHS), version)  # GPTQModel writes both
     if version != other:
         raise ValueError(
             f"{stock.path} has quantization_config.format {other!r} and checkpoint_format {version!r}; expected one"
