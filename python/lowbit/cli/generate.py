@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,8 @@ from .session import Session, open_session
 
 if TYPE_CHECKING:
     from ..llm import Generation
+
+_OBJECT = re.compile(r'\s*\{\s*"prompt"\s*:')
 
 
 def generate(
@@ -218,7 +221,9 @@ def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | 
 
 
 def _read(path: Path | None) -> str:
-    return options.check_text(sys.stdin.read(), "stdin") if path is None or str(path) == "-" else read_text(path)
+    if path is None or str(path) == "-":
+        return options.check_text(sys.stdin.read(), "stdin").removeprefix("\ufeff")
+    return read_text(path)
 
 
 def _lines(path: Path, content: str) -> list[str]:
@@ -228,7 +233,7 @@ def _lines(path: Path, content: str) -> list[str]:
         if not line.strip():
             continue
         text: Any = line
-        if path.suffix == ".jsonl":
+        if path.suffix.lower() in (".jsonl", ".ndjson"):
             try:
                 text = json.loads(line)
             except (ValueError, RecursionError) as error:
@@ -236,7 +241,11 @@ def _lines(path: Path, content: str) -> list[str]:
             text = text.get("prompt") if isinstance(text, dict) else text
             if not isinstance(text, str):
                 raise ValueError(f'line {number} of {path} has no text; expected a string, or an object with a "prompt"')
-        texts.append(text)
+        elif _OBJECT.match(line):
+            raise ValueError(
+                f"line {number} of {path} is an object with a prompt; expected texts, or a file whose name ends in .jsonl"
+            )
+        texts.append(options.check_text(text, f"line {number} of {path}"))
     if not texts:
         raise ValueError(f"{path} has no prompts; expected one per line")
     return texts

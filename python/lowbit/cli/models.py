@@ -156,6 +156,6 @@ def by_torch(output: Output, path: Path, threads: int | None) -> Iterator[Any]:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark, which is not text
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error

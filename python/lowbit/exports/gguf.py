@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from ..checkpoint.codes import dequantize
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf_reader import TYPES, GgufWriter, TensorType
 from ..files.io import read_bytes
@@ -30,11 +31,13 @@ from ..importing.gguf_blocks import NL4
 from ..importing.gguf_models import ARCHITECTURES
 from ..packed.header import PackedInfo
 from ..packed.matrix import Unpacked, unpack
+from ..packed.rounding import is_same_weight
 from ..packed.row_bands import PANEL_ROWS, Bands, rows_of_band
 from .gguf_settings import architecture_metadata, rotation_factors
 
 _BLOCK = 32
 _BAND_WEIGHTS = 1 << 21
+_COMPARED = 1024  # rows of a head and a packed table
 # Largest allowed change of a weight, in quantization steps, by rounding its scale to float16: at 8 bits 128 codes times 2^-11
 # of the scale. More means that the scale is subnormal in float16 or out of its range.
 _MOST_STEPS = 2.0**-4
@@ -326,7 +329,7 @@ def _outputs(
     """The GGUF tensors of a checkpoint.
 
     Args:
-        tied: the head is tied to the token table; GGUF then has no head.
+        tied: the head is tied to the token table; GGUF then has no head, unless the checkpoint has another one.
         done: called with the number of bytes read.
 
     Raises:
@@ -351,10 +354,23 @@ def _outputs(
         heads = _heads(name, key, stored, metadata)
         if leaf == "packed_weight":
             outputs += _packed(name, stored, heads, done)
-        elif name != "output" or not tied:
+        elif name != "output" or not tied or not _is_table(stored, tensors):
             added = offset if name.endswith("norm") else 0.0
             outputs.append(_float(f"{name}.{leaf}", stored, heads, done, added))
     return outputs
+
+
+def _is_table(head: Stored, tensors: Mapping[str, Stored]) -> bool:
+    """Whether a float head is the token table, which may be packed: transformers does not tie weights that differ."""
+    packed, plain = (tensors.get(f"model.embed_tokens.{leaf}") for leaf in ("packed_weight", "weight"))
+    if packed is not None and len(head.shape) == 2:
+        table = dequantize(next(_Bands(packed).read(_COMPARED)))
+        return is_same_weight(table, read_rows(head, 0, min(len(table), head.shape[0])))
+    if plain is None or plain.shape != head.shape:
+        return plain is None
+    rows = max(1, _BAND_WEIGHTS // max(1, math.prod(head.shape[1:])))
+    spans = ((begin, min(begin + rows, head.shape[0])) for begin in range(0, head.shape[0], rows))
+    return all(torch.equal(read_rows(head, *span), read_rows(plain, *span)) for span in spans)
 
 
 def _heads(name: str, key: str, stored: Stored, metadata: Mapping[str, Any]) -> int:

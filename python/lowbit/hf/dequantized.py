@@ -14,10 +14,12 @@ from ..layers.embedding_layers import give_state
 from ..layers.expert_stacks import Experts
 from ..layers.packable import is_transposed, named_layers
 from ..layers.replacing import take_place
+from ..packed.rounding import is_same_weight
 from .parallel import refuse_parts
 
 # Attributes that placing.py and names.py set on a packed model and on the models inside it.
 _SET_BY_PACKING = ("_tied_weights_keys", "resize_token_embeddings", "_weight_conversions")
+_COMPARED = 1024  # rows of two tied weights of which one was packed
 
 
 def dequantize(
@@ -100,7 +102,7 @@ def _as_before(part: Any, floats: Any, dequantized: Collection[int]) -> None:
     """Restores the names, ties and methods of a model without packed layers; ``dequantized`` are ids of parameters.
 
     If only one of two tied weights was packed, both get the other one, which was never quantized. Two weights that were
-    packed separately stay separate.
+    packed separately, or are different matrices, stay separate.
     """
     for name in _SET_BY_PACKING:
         vars(part).pop(name, None)
@@ -110,6 +112,9 @@ def _as_before(part: Any, floats: Any, dequantized: Collection[int]) -> None:
     for pair in ties.items():
         first, second = map(part.get_parameter, pair)
         if first is not second and (id(first) in dequantized) != (id(second) in dequantized):
+            rows = [each.detach()[:_COMPARED] for each in (first, second)]
+            if not is_same_weight(*(rows if id(first) in dequantized else reversed(rows))):
+                continue
             taken, name = (second, pair[0]) if id(first) in dequantized else (first, pair[1])
             setattr(part.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], taken)
     part.all_tied_weights_keys = {

@@ -49,7 +49,9 @@ def read_compressed_tensors(stock: Stock) -> list[SourceTensor]:
         raise ValueError(f"{stock.path} has no quantization_config.config_groups; expected the widths of its layers")
     widths = {bits for scheme in groups.values() if (bits := _scheme(stock, scheme)) is not None}
     packed = [layer for layer in stock.layers("weight_packed") if stock.dtype(f"{layer}.weight_packed") == "I32"]
-    matrices = [_layer(stock, layer, widths) for layer in packed]
+    schemes = [scheme.get("weights") for scheme in groups.values() if isinstance(scheme, dict)]
+    asymmetric = all(isinstance(weights, dict) and weights.get("symmetric") is False for weights in schemes)
+    matrices = [_layer(stock, layer, widths, asymmetric) for layer in packed]
     return [*matrices, *read_layers(stock), *stock.rest()]
 
 
@@ -72,7 +74,7 @@ def _has_order(stock: Stock) -> bool:
     return any(isinstance(one, dict) and one.get("actorder") not in (None, False, "weight", "static") for one in weights)
 
 
-def _layer(stock: Stock, layer: str, known: set[int]) -> Matrix:
+def _layer(stock: Stock, layer: str, known: set[int], asymmetric: bool) -> Matrix:
     shape = load(stock.take(f"{layer}.weight_shape", "I64", "I32", shape=(2,))).tolist()
     n, k = shape
     if not min(shape) >= 1 or max(shape) >= 1 << 31:
@@ -105,7 +107,7 @@ def _layer(stock: Stock, layer: str, known: set[int]) -> Matrix:
         raise ValueError(f"{layer} in {scales.path} has {groups} groups for {k} inputs; expected groups of one size")
     order = stock.order(f"{layer}.weight_g_idx", k, size, none=(-1,) if groups == 1 or _has_order(stock) else (-1, 0))
     zeros = None
-    if stock.has(f"{layer}.weight_zero_point"):
+    if asymmetric or stock.has(f"{layer}.weight_zero_point"):
         words = words_of(scales.shape[0], bits, whole=whole)
         zeros = stock.take(f"{layer}.weight_zero_point", "I32")
         zeros = replace(zeros, shape=(1, 1)) if zeros.shape in ((), (1,)) else zeros

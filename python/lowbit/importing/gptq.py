@@ -28,10 +28,15 @@ def read_gptq(stock: Stock) -> list[SourceTensor]:
     """The tensors of a checkpoint in GPTQ's layout.
 
     Raises:
-        ValueError: a tensor of a layer is missing or has another shape or dtype; groups differ in size; or a zero point of
-            the first version is ambiguous.
+        ValueError: a tensor of a layer is missing or has another shape or dtype; groups differ in size; a zero point of the
+            first version is ambiguous; or the zero points are those of the other version.
     """
-    version = stock.setting("checkpoint_format", tuple(_WIDTHS), "gptq")
+    version = stock.setting("checkpoint_format", tuple(_WIDTHS), stock.settings.get("format", "gptq"))
+    other = stock.setting("format", tuple(_WIDTHS), version)  # GPTQModel writes both
+    if version != other:
+        raise ValueError(
+            f"{stock.path} has quantization_config.format {other!r} and checkpoint_format {version!r}; expected one"
+        )
     return [*(_layer(stock, layer, version) for layer in stock.layers("qweight")), *stock.rest()]
 
 
@@ -42,13 +47,14 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
     groups, n = scales.shape
     codes = stock.take(f"{layer}.qweight", "I32", shape=(None, n))
     zeros = stock.take(f"{layer}.qzeros", "I32", shape=(groups, None))
-    widths = _WIDTHS[version]
+    stated = stock.settings.get("bits")
+    widths = sorted(_WIDTHS[version], key=lambda bits: bits != stated)  # the zero points of a few outputs may fit several
     bits = next((bits for bits in widths if words_of(n, bits) == zeros.shape[1]), 0)
     planes = unpack is from_planes
     if not bits or codes.shape[0] * (1 if planes else 32) % bits or (planes and n % 32):
         raise ValueError(
             f"{layer} in {codes.path} has qweight {list(codes.shape)}, qzeros {list(zeros.shape)} and scales "
-            f"{list(scales.shape)}; expected those of {', '.join(map(str, widths[:-1]))} or {widths[-1]} bits"
+            f"{list(scales.shape)}; expected those of {', '.join(map(str, _WIDTHS[version][:-1]))} or {_WIDTHS[version][-1]} bits"
         )
     k = codes.shape[0] * 32 // bits
     size, order = _groups(stock, layer, k, groups)
@@ -60,7 +66,14 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
             f"{layer} in {zeros.path} has a zero point that the format's first version has for both 0 and {1 << bits}; "
             "expected the second version (checkpoint_format gptq_v2)"
         )
-    affine = bool((stored_zeros != 1 << (bits - 1)).any()) and not (stock.settings.get("sym") is True and not words.any())
+    middle, beside = 1 << (bits - 1), int(stored_zeros[0, 0])
+    may_be_symmetric = stock.settings.get("sym") is not False and words.any()
+    if abs(beside - middle) == 1 and may_be_symmetric and (stored_zeros == beside).all():
+        raise ValueError(
+            f"{layer} in {zeros.path} has the zero point {beside} everywhere; expected {middle}, or several: the settings name "
+            f"another version of the format than the one that wrote it (checkpoint_format {version!r})"
+        )
+    affine = bool((stored_zeros != middle).any()) and not (stock.settings.get("sym") is True and not words.any())
 
     def read(begin: int, end: int) -> Rows:
         values = unpack(stock.load_kept(codes)[:, begin:end].T.contiguous(), bits, k)

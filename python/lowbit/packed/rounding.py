@@ -18,6 +18,7 @@ from .rotation import block_of, rotate, rotate_weight
 # Above this, the range of a group or its scale could overflow float32.
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_OTHER_WEIGHT = 0.9  # an error that no quantization makes: one bit for normally distributed weights makes 0.6
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,14 @@ def refuse_nan(name: str, values: Tensor) -> None:
     plain = values.layout is torch.strided and values.dtype in _FLOATS and values.numel()
     if plain and bool(values.max().isnan()):  # the maximum of values with a NaN is NaN
         raise ValueError(f"{name} has NaN values; expected numbers: the model is damaged, or its training has failed")
+
+
+def is_same_weight(dequantized: Tensor, weight: Tensor) -> bool:
+    """Whether one matrix is the other one after quantization: no other matrix is so near, unless it was trained from it."""
+    if dequantized.shape != weight.shape:
+        return False
+    weight = weight.float()
+    return float((dequantized.float() - weight).norm()) <= _OTHER_WEIGHT * float(weight.norm())
 
 
 def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str = "") -> None:

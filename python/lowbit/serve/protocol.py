@@ -247,6 +247,9 @@ class _Call(Part):
     function: _CalledFunction
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 class Message(Part):
     """A message of a conversation."""
 
@@ -260,6 +263,10 @@ class Message(Part):
     def _check(self) -> Message:
         if self.content is None and not self.tool_calls:
             raise bad("messages", "messages has one without content; expected a text or text parts")
+        # Templates write any role. Most have only these, and a model does not know "User".
+        if self.role not in ROLES and (known := self.role.strip().lower()) in ("", *ROLES):
+            expected = repr(known) if known else ", ".join(ROLES)
+            raise bad("messages", f"messages has one of the role {self.role!r}; expected {expected}")
         return self
 
     @property

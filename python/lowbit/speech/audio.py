@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -37,18 +38,30 @@ _MOST_STREAMS = 16  # in a file; FFmpeg allocates tables for each
 _MOST_ALLOCATED = 64 << 20  # bytes; a track of 12 hours needs a table of 45 MB, a few malicious bytes can ask for 4 GB
 # What a pipe has to deliver.
 _RAW = "16,000 samples per second of one channel with 16 bits, raw or WAV: ffmpeg -i FILE -ac 1 -ar 16000 -f s16le -"
-_CONTAINERS = (b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"FORM")  # the first bytes of compressed recordings
+# The first bytes of other recordings.
+_CONTAINERS = (
+    b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"RIFX", b"RF64", b"riff", b"FORM", b".snd", b"caff", b"wvpk", b"#!AMR",
+    b"FLV\x01", b"0&\xb2u",
+)  # fmt: skip
+# MP3 and AAC without a container: each frame begins with the same two bytes.
+_FRAMES = tuple(bytes((255, second)) for second in (0xE2, 0xE3, 0xF0, 0xF1, 0xF2, 0xF3, 0xF8, 0xF9, 0xFA, 0xFB))
+_FRAME_BYTES, _MOST_FRAMES = 1 << 13, 4  # so many pairs of bytes are no chance
 _PCM = (1, 0xFFFE)  # the formats of WAV files with plain numbers
 _MOST_CHUNK = 1 << 20  # bytes of a chunk before the samples
 _UNKNOWN_SIZE = 0x7FFFF000  # programs that write to pipes put this number of bytes, or more, into the header
 _NO_END = 1 << 62  # bytes
+_MOST_CHUNKS = 64  # before the samples of a WAV file
+_LARGEST = 16.0  # the largest sample; a sound that is too loud may exceed 1, and integers exceed this
+_ESTIMATED = ("aac", "mp3")  # formats whose duration FFmpeg guesses from the first bytes, unless an MP3 has one of these marks
+_MARKS = (b"Xing", b"Info", b"VBRI")
 _SAME = 0.1  # if the sum of two channels keeps less than this share of their energy, they have opposite phases
 
 
 def load_audio(path: str | os.PathLike[str], most_seconds: float | None = MOST_SECONDS) -> np.ndarray:
     """Reads the first audio stream of a file: float32 [samples] from -1 to 1, one channel, 16,000 samples per second.
 
-    Two channels are mixed second by second: to their mean, or the louder one if they cancel each other (opposite phase).
+    Two channels are mixed second by second: to their mean, or the louder one if they cancel each other (opposite phase). Warns
+    if the file ends before the duration in its header, or lacks samples.
 
     Args:
         path: in a format that FFmpeg's libraries read: WAV, FLAC, MP3, AAC, M4A, Ogg, Opus, AIFF, WMA, or the audio of a
@@ -58,7 +71,8 @@ def load_audio(path: str | os.PathLike[str], most_seconds: float | None = MOST_S
     Raises:
         ImportError: the package av is not installed.
         OSError: there is no such file, or it cannot be read.
-        ValueError: it has no audio, is damaged, is too long, or has an implausible sample rate or number of channels.
+        ValueError: it has no audio, is damaged, is too long, has an implausible sample rate or number of channels, or samples
+            that are not finite or far beyond 1.
     """
     path = Path(path)
     check_regular(path)
@@ -79,6 +93,8 @@ def read_audio(
     import numpy as np
 
     av = import_av()
+    kept, marked = _kept(file), any(mark in file.read(1 << 16) for mark in _MARKS)
+    file.seek(0)
     samples = bytearray()  # grows in place; joining a list of pieces would need twice the memory
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none", "codec_whitelist": _CODECS}
     options["max_streams"] = str(_MOST_STREAMS)
@@ -91,7 +107,15 @@ def read_audio(
             if codec not in _CODECS.split(","):
                 raise ValueError(f"{name} has audio of the codec {codec}, which is not supported; expected {_SHOWN}")
             context.options = {"max_samples": str(_MOST_PER_FRAME)}
+            stream = container.streams.audio[0]
+            seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+            if not seconds and len(container.streams) == 1 and container.duration:
+                seconds = container.duration / av.time_base
+            seconds /= kept
+            if container.format.name in _ESTIMATED and not marked:
+                seconds = 0.0
             for piece in _one_channel(_resampled(container.decode(audio=0), name, check)):
+                check_samples(piece, name)
                 samples += piece.tobytes()
                 if most_seconds is not None and len(samples) > most_seconds * SAMPLE_RATE * 4:
                     raise ValueError(f"{name} has more than {most_seconds:g} seconds of audio; expected no more")
@@ -100,7 +124,41 @@ def read_audio(
         raise ValueError(f"{name} is not readable audio: {reason}; expected {_SHOWN}") from error
     if not samples:
         raise ValueError(f"{name} has audio without samples; expected at least one")
+    found = len(samples) / (4 * SAMPLE_RATE)
+    if seconds - found > 0.1 + 0.01 * seconds:
+        warnings.warn(
+            f"{name} has {found:.2f} of the {seconds:.2f} seconds that its header announces: it is cut off or damaged",
+            stacklevel=3,
+        )
     return np.frombuffer(samples, np.float32)
+
+
+def check_samples(samples: np.ndarray, name: str) -> None:
+    """Raises ValueError for samples that are not finite, or integers that nobody divided by the largest one."""
+    import numpy as np
+
+    largest = float(np.abs(samples).max(initial=0.0))  # NaN if there is one
+    if not largest <= _LARGEST:
+        raise ValueError(
+            f"{name} has samples up to {largest:g}; expected finite numbers from -1 to 1, as 16-bit integers divided by 32768"
+        )
+
+
+def _kept(file: IO[bytes]) -> float:
+    """The part of its samples that a WAV file has, by its header; FFmpeg goes by the size of the file. 1 for other files."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    head, kept = file.read(12), 1.0
+    if head[:4] == b"RIFF" and head[8:] == b"WAVE":
+        for _ in range(_MOST_CHUNKS):
+            chunk = file.read(8)
+            size, at = int.from_bytes(chunk[4:], "little"), file.tell()
+            if len(chunk) < 8 or chunk[:4] == b"data":
+                kept = (end - at) / size if end - at < size < _UNKNOWN_SIZE else 1.0
+                break
+            file.seek(at + size + size % 2)
+    file.seek(0)
+    return kept or 1.0
 
 
 def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
@@ -115,7 +173,9 @@ def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
     if head[:4] == b"RIFF" and head[8:] == b"WAVE":
         left = _skip_header(file, name)
         head = b""
-    elif head.startswith(_CONTAINERS) or head[4:8] == b"ftyp":
+    elif head.startswith(_FRAMES):
+        head += _exactly(file, _FRAME_BYTES)
+    if head.startswith(_CONTAINERS) or head[4:8] == b"ftyp" or (head[:2] in _FRAMES and head.count(head[:2]) >= _MOST_FRAMES):
         raise ValueError(f"{name} is a compressed recording; expected {_RAW}")
     pending = head
     while True:

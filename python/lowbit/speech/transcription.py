@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .audio import load_audio
+from .audio import check_samples, load_audio
 from .words import Word
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ class AnyTranscriber:
             raise ValueError(f"audio is {samples.dtype} {list(samples.shape)}; expected floats [samples], one channel")
         if not len(samples):
             raise ValueError("audio has no samples; expected at least one")
-        if not np.isfinite(samples).all():
-            raise ValueError("audio has samples that are not finite numbers")
+        check_samples(samples, "audio")
         return samples.astype(np.float32, copy=False)
 
 

@@ -115,6 +115,19 @@ def test_a_head_that_was_packed_apart_from_its_table(tmp_path):
     assert torch.equal(found.model.embed_tokens.weight, table) and torch.equal(found.lm_head.weight, head)
 
 
+def test_a_head_that_is_another_matrix_than_its_packed_table():
+    """transformers does not tie weights that differ in the files, whatever the config says."""
+    model = make("tied")
+    with pytest.warns(UserWarning, match="share one weight, of which only model.embed_tokens is packed"):
+        lowbit.quantize_(model, {"*embed_tokens": lowbit.EmbeddingConfig(bits=1)})
+    head = torch.randn_like(model.lm_head.weight)
+    model.lm_head.weight = torch.nn.Parameter(head.clone())
+    table = model.model.embed_tokens.dequantize(torch.bfloat16)
+    model.dequantize()
+    assert torch.equal(model.lm_head.weight, head) and torch.equal(model.model.embed_tokens.weight, table)
+    assert not model.config.tie_word_embeddings
+
+
 def test_a_head_that_was_packed_and_its_table_was_not():
     """The table keeps its exact weight, which becomes that of both."""
     model = make("tied")

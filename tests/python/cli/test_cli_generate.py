@@ -1,17 +1,19 @@
 """`lowbit generate`, compared with the library."""
 
+import io
 import json
 import math
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import lowbit
 import pytest
 import typer.testing
 from command_line import FLOAT, PROMPT, document, documented_keys, error, invoke, run, section, text_of
 from lowbit import llm
-from lowbit.cli.generate import _lines
+from lowbit.cli.generate import _lines, _read
 from lowbit.llm.loading import TextStream, load_model, load_tokenizer
 
 pytestmark = pytest.mark.first
@@ -201,6 +203,13 @@ def test_characters_that_do_not_end_a_line_of_prompts(inside, tmp_path):
         assert _lines(tmp_path / name, f"{line}\n\n{line}\n") == [text, text]
 
 
+def test_a_byte_order_mark_is_not_text(tmp_path, monkeypatch):
+    marked = "\ufeffone"
+    (tmp_path / "p.txt").write_text(marked, encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", io.StringIO(marked))
+    assert [_read(path) for path in (tmp_path / "p.txt", Path("-"))] == ["one", "one"]
+
+
 def test_invalid_prompts(packed, tmp_path):
     def refused(content: str, *more, name="prompts.txt"):
         (tmp_path / name).write_text(content)
@@ -208,6 +217,9 @@ def test_invalid_prompts(packed, tmp_path):
 
     assert "has no prompts; expected one per line" in refused(" \n\n")
     assert "line 2 of" in (found := refused('"a"\n{', name="p.jsonl")) and "is not JSON" in found
+    assert "line 2 of" in (found := refused('"a"\n"\\ud800"', name="p.jsonl")) and "is not UTF-8 text: found half of" in found
+    for name in ("p.txt", "p.json"):
+        assert "line 1 of" in (found := refused('{"prompt": "a"}', name=name)) and "name ends in .jsonl" in found
     for line in ("3", "{}", '{"prompt": 4}', "null", "[" * 100000):
         found = refused(line, name="p.jsonl")
         assert re.search("line 1 of .* (has no text; expected a string, or an object|is not JSON)", found)

@@ -22,6 +22,7 @@ from lowbit.files.config_json import read_config
 from lowbit.importing.gguf_blocks import NL4
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.operators import ops
+from safetensors.torch import load_file, save_file
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 2048}
 
@@ -99,6 +100,22 @@ def test_import_export_and_import_give_the_same_bytes(tmp_path, model, kind):
         lowbit.convert_checkpoint(tmp_path / "one", tmp_path / "planes", 16)
         assert to_gguf(tmp_path / "planes", tmp_path / "planes.gguf") == report
         assert filecmp.cmp(tmp_path / "planes.gguf", tmp_path / "again.gguf", shallow=False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_head_that_differs_from_the_table_stays(tmp_path, packed):
+    """Although the config ties the two; transformers does not tie weights that differ in the files."""
+    save_model(tmp_path / "in", "tied", **SIZES)
+    file = tmp_path / "in" / "model.safetensors"
+    table = load_file(file)["model.embed_tokens.weight"]
+    for head, kept in ((table.clone(), False), (table.flip(0), True)):
+        save_file(load_file(file) | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+        source = tmp_path / f"packed {kept}" if packed else tmp_path / "in"
+        if packed:
+            config = lowbit.LowBitConfig(1, overrides={"lm_head": None})
+            lowbit.quantize_checkpoint(tmp_path / "in", source, config)
+        names = [tensor.name for tensor in export_gguf(source, tmp_path / "m.gguf", tokenizer=False)]
+        assert ("output.weight" in names) == kept
 
 
 def test_lowbit_checkpoints_are_exported(symmetric, tmp_path):

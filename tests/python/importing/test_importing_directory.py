@@ -185,6 +185,20 @@ def test_gptq(tmp_path, bits, zeros, version):
     assert {tensor.source for tensor in summary.tensors if tensor.kind != "float"} == {f"GPTQ, {bits} bits"}
 
 
+def test_the_other_name_of_gptqs_version(tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "format": "gptq_v2"}
+    check(tmp_path, checkpoint(tmp_path / "in", settings, maker(4, "free", lambda layer: gptq(layer, 4, GROUP, 2))), "rounded")
+
+
+def test_the_width_of_few_outputs(tmp_path, monkeypatch):
+    """Zero points of eight outputs take one word at 2, 3 and 4 bits."""
+    monkeypatch.setitem(SIZES, "head_dim", 8)
+    monkeypatch.setitem(SIZES, "num_key_value_heads", 1)
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    pack = lambda layer: gptq(layer, 4, layer.codes.shape[1], 1)  # noqa: E731
+    check(tmp_path, checkpoint(tmp_path / "in", settings, maker(4, "middle", pack, group=-1)), "exact")
+
+
 @pytest.mark.parametrize("zeros", ["middle", "free"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
 def test_gptq_in_planes(tmp_path, bits, zeros):
@@ -223,6 +237,16 @@ def test_groups_that_are_runs_need_no_order(tmp_path):
     assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "input_order" in name]
     saved = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert saved["format_version"] == 1
+
+
+def test_compressed_tensors_without_their_zero_points(tmp_path):
+    """The settings say that each group has one."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {"weights": weights}}}
+    pack = lambda layer: compressed(layer, 4)  # noqa: E731
+    checkpoint(tmp_path / "in", settings, maker(4, "free", pack), change=lambda tensors: tensors.pop(f"{Q}.weight_zero_point"))
+    with pytest.raises(ValueError, match="has no model.layers.0.self_attn.q_proj.weight_zero_point; expected I32"):
+        lowbit.import_checkpoint(tmp_path / "in", tmp_path / "out")
 
 
 @pytest.mark.parametrize("zeros", ["middle", "free"])
@@ -268,7 +292,8 @@ def test_awq(tmp_path, zeros):
 @pytest.mark.parametrize("zeros", ["middle", "free"])
 @pytest.mark.parametrize(("bits", "whole"), [*((bits, False) for bits in range(1, 9)), (3, True), (5, True), (7, True)])
 def test_compressed_tensors(tmp_path, bits, whole, zeros):
-    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": zeros == "middle"}
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": GROUP}
+    weights["symmetric"] = zeros == "middle" or bits == 1
     settings = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"], "input_activations": None}},
@@ -398,7 +423,9 @@ REFUSED = {
     ),
     "twice": (GPTQ, both, "has two tensors that become model.layers.0.self_attn.q_proj.weight"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, None, "checkpoint_format 'marlin'; lowbit imports 'gptq'"),
-    "planes": (GPTQ | {"checkpoint_format": "gptq_p"}, narrow, "expected those of 2, 3, 4, 5, 6, 7 or 8 bits"),
+    "another version": (GPTQ | {"checkpoint_format": "gptq_v2"}, None, "has the zero point 7 everywhere; expected 8, or several"),
+    "two versions": (GPTQ | {"checkpoint_format": "gptq", "format": "gptq_v2"}, None, "format 'gptq_v2' and checkpoint_format"),
+    "planes": (GPTQ | {"checkpoint_format": "gptq_p", "sym": False}, narrow, "expected those of 2, 3, 4, 5, 6, 7 or 8 bits"),
     "group size": (GPTQ | {"group_size": 64}, None, "has 3 groups for 96 inputs; expected 2, of 64 inputs"),
     "group of a text": (GPTQ | {"group_size": "32"}, None, "group_size '32'; expected inputs per group, or -1"),
     "another": ({"quant_method": "quip"}, None, "is quantized by the method 'quip'; lowbit imports gptq, awq"),

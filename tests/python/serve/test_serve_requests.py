@@ -114,6 +114,12 @@ def test_every_field_has_a_limit(client, path, body, param):
     refused(client, path, body, param)
 
 
+@pytest.mark.parametrize(("role", "expected"), [("User", "'user'"), (" system", "'system'"), ("", "system, developer, user")])
+def test_a_role_that_no_model_knows(client, role, expected):
+    message = refused(client, TEXT, {"messages": [{"role": role, "content": "x"}]}, "messages")
+    assert message.startswith(f"messages has one of the role {role!r}; expected {expected}")
+
+
 def test_ignored_parameters_are_not_kept():
     assert parse(Chat, json.dumps({"messages": CHAT["messages"], "metadata": {"a": "b"}}).encode()).model_extra == {}
 

@@ -159,7 +159,7 @@ def test_refusals(models):
     processor.tokenizer = None
     with pytest.raises(ValueError, match="has sampling_rate 8000; expected 16000"):
         MoonshineTranscriber(transcriber.model, processor)
-    with pytest.raises(ValueError, match="audio has samples that are not finite"):
+    with pytest.raises(ValueError, match="audio has samples up to nan; expected finite numbers"):
         transcriber.transcribe(np.full(100, np.nan, np.float32))
 
 

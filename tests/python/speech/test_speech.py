@@ -170,7 +170,8 @@ def test_refusals(whisper):
         (np.zeros(0, np.float32), "audio has no samples; expected at least one"),
         (np.zeros((2, 100), np.float32), r"audio is float32 \[2, 100\]; expected floats \[samples\], one channel"),
         (np.zeros(100, np.int16), r"audio is int16 \[100\]; expected floats"),
-        (np.full(100, np.nan, np.float32), "audio has samples that are not finite numbers"),
+        (np.full(100, np.nan, np.float32), "audio has samples up to nan; expected finite numbers from -1 to 1"),
+        (sound(1) * 32767, "audio has samples up to 2.*; expected finite .*, as 16-bit integers divided by 32768"),
     ):
         with pytest.raises(ValueError, match=message):
             transcriber.transcribe(audio)
@@ -439,6 +440,24 @@ def test_an_unknown_codec(tmp_path):
     file.write_bytes(data)
     with pytest.raises(ValueError, match="has audio of the codec unknown, which is not supported; expected WAV"):
         load_audio(file)
+
+
+@pytest.mark.parametrize(("format", "codec"), [("wav", "pcm_s16le"), ("aiff", "pcm_s16be"), ("matroska", "pcm_s16le")])
+def test_a_recording_that_is_cut_off(tmp_path, recwarn, format, codec):
+    path = container(tmp_path / "a", format, codec, frames=10)
+    assert len(load_audio(path)) == SECOND and not recwarn.list
+    path.write_bytes(path.read_bytes()[: SECOND // 2])
+    with pytest.warns(UserWarning, match="a has 0.2. of the 1.00 seconds that its header announces: it is cut off or damaged"):
+        assert SECOND / 6 < len(load_audio(path)) < SECOND / 3
+
+
+@pytest.mark.parametrize("sample", [np.nan, np.inf, 3000.0])
+def test_a_recording_whose_samples_are_no_sound(tmp_path, sample):
+    path = container(tmp_path / "a", "wav", "pcm_f32le", frames=10)
+    data = path.read_bytes()
+    path.write_bytes(data[:-4000] + struct.pack("<f", sample) + data[-3996:])
+    with pytest.raises(ValueError, match=f"a has samples up to {sample:g}; expected finite numbers from -1 to 1"):
+        load_audio(path)
 
 
 def test_limits_of_recordings(tmp_path):
