@@ -16,6 +16,7 @@ import hashlib, json, locale, os, sys
 from pathlib import Path
 
 locale.setlocale(locale.LC_ALL, "")
+sys.modules["hqq"] = None  # not for transformers: it compiles by torch, which reads templates in the locale's encoding
 import lowbit
 from command_line import invoke
 
