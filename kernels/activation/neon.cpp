@@ -29,7 +29,6 @@ struct Values {
 template <DType T>
 LOWBIT_INLINE inline Values<T> load16(const uint8_t* at) {
   Values<T> x;
-#pragma GCC unroll 4
   for (int i = 0; i < size_of(T); ++i) x.part[i] = vld1q_u8(at + 16 * i);
   return x;
 }
@@ -52,7 +51,6 @@ struct Most {
   }
 
   LOWBIT_INLINE explicit Most(const Values<T>& x) : bits(magnitude(x.part[0])) {
-#pragma GCC unroll 4
     for (int i = 1; i < size_of(T); ++i) bits = larger(bits, magnitude(x.part[i]));
   }
 
@@ -105,7 +103,6 @@ struct Row {
     Values<T> values[Steps];
     values[0] = load16<T>(from);
     Most<T> most(values[0]);
-#pragma GCC unroll 4
     for (int i = 1; i < Steps; ++i) {
       values[i] = load16<T>(from + kStep * size_of(T) * i);
       most.add(Most<T>(values[i]));
@@ -117,7 +114,6 @@ struct Row {
       inverse = 0.0f;
     }
     int16x8_t sums = vdupq_n_s16(0);
-#pragma GCC unroll 4
     for (int i = 0; i < Steps; ++i) {
       const int8x16_t a = to_int8(values[i], inverse);
       vst1q_s8(out + kStep * i, a);
