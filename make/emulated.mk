@@ -97,4 +97,5 @@ build-arm-runner: $(VENV)/installed arm-python-lowbit
 
 test-arm-runner: build-arm-runner
 	HF_HUB_OFFLINE=1 LOWBIT_TEST_ARM_RUNNERS=$(ARM_RUNNER) \
-	  $(PYTEST) tests/python/exports/test_cpp_runners.py tests/python/exports/test_llm_export.py
+	  $(PYTEST) tests/python/exports/test_cpp_runners.py tests/python/exports/test_llm_export.py \
+	  tests/python/exports/test_pte_delegate.py

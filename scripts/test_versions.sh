@@ -31,5 +31,6 @@ fi
 echo "== the oldest versions:" $oldest
 "$directory/bin/python" -m pytest -n "$jobs" --dist loadfile --durations 5 \
   tests/python/checkpoint/test_checkpoint*.py tests/python/layers/test_conv1d.py tests/python/hf/test_transformers*.py \
-  tests/python/llm/test_llm.py tests/python/llm/test_chat.py tests/python/llm/test_fallback.py \
+  tests/python/llm/test_llm.py tests/python/llm/test_decoder_release.py tests/python/llm/test_chat.py \
+  tests/python/llm/test_fallback.py \
   tests/python/cli/test_cli_quantize.py tests/python/cli/test_cli_generate.py tests/python/cli/test_cli_errors.py

@@ -25,6 +25,9 @@ class OwnCaches:
         usual = signature(utils.GenerationMixin.prepare_inputs_for_generation).parameters
         self._by_positions = "next_sequence_length" not in usual
         self._takes = signature(model.forward).parameters
+        # Since 5.24 the caches have one name in all models.
+        older = "cache_params" if "cache_params" in self._takes else "past_key_values"
+        self._name = "cache" if "cache" in usual else older
         self.count = 0  # tokens in the caches
         self._kwargs: dict[str, Any] = {}
         self._outputs: Any = None
@@ -75,7 +78,7 @@ class OwnCaches:
             kwargs["position_ids"] = self.model._prepare_position_ids_for_generation(text, kwargs)
         if self.model._supports_default_dynamic_cache():  # other models make their own
             cache = import_module("transformers").DynamicCache(config=self.model.config.get_text_config(decoder=True))
-            kwargs["cache_params" if "cache_params" in self._takes else "past_key_values"] = cache
+            kwargs[self._name] = cache
         return kwargs
 
     def cut(self, count: int) -> bool:

@@ -121,7 +121,8 @@ class EncoderPlan(ModelPlan):
         if not {"input_ids", "attention_mask", "position_ids"} <= self._names:
             raise Unplannable("its forward does not take input_ids, attention_mask and position_ids")
         ids = torch.zeros(1, 4, dtype=torch.int64)
-        self.makes_caches = "use_cache" in self._names and "past_key_values" in _own(model, ids, use_cache=True)
+        named = {"past_key_values", "cache"}  # the latter since transformers 5.24
+        self.makes_caches = "use_cache" in self._names and bool(named & _own(model, ids, use_cache=True).keys())
         output = self._own(model, ids)
         fields = {name for name, value in output.items() if value is not None}
         if not {"last_hidden_state"} <= fields <= {"last_hidden_state", "pooler_output"}:

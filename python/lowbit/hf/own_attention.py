@@ -13,6 +13,7 @@ the text.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 from . import rotary
 from .unsupported import Unsupported
 
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what an attention that uses the interface calls, as GPT-J's since transformers 5.24
 _INPUTS = 16  # additional inputs that carry the bias, as widths are multiples of 16
 # A position is 256 * a + b. Both numbers are below 257, so bfloat16 with its 8 bits represents them exactly.
 _DIGIT = 256
@@ -281,6 +283,7 @@ def find(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.n
             if (
                 kind is not None
                 and type(child).__module__.startswith("transformers.models.")
+                and _INTERFACE not in inspect.unwrap(type(child).forward).__code__.co_names
                 and not getattr(child, "slow_but_exact", False)  # BLOOM: splits the layer after attention
             ):
                 yield module, name, child, kind

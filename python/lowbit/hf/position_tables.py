@@ -23,7 +23,9 @@ class Table:
         self.module = module
         own = module.forward
 
-        def forward(inputs: Any, past_key_values_length: int = 0, position_ids: Tensor | None = None) -> Any:
+        def forward(
+            inputs: Any, cache_length: int = 0, position_ids: Tensor | None = None, past_key_values_length: int = 0
+        ) -> Any:
             return own(inputs, position_ids=positions.now)
 
         module.forward = forward
@@ -37,5 +39,6 @@ def find(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     for module in model.modules():
         if "Positional" in type(module).__name__ and "forward" not in vars(module):
             names = signature(module.forward).parameters
-            if "past_key_values_length" in names and "position_ids" in names:
+            # The first has two names: that of transformers 5.24 is the shorter one.
+            if names.keys() & {"cache_length", "past_key_values_length"} and "position_ids" in names:
                 yield module

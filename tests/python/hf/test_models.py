@@ -27,7 +27,6 @@ MODELS = {
     "recurrent_gemma": "1 of its 4 layers use the decoder's caches",
     "rwkv": OWN,
     # Own attention code.
-    "codegen": OWN,
     "openai-gpt": OWN,
     "roformer": OWN,
     # Attention that sees later tokens, or gets arguments that the decoder's attention lacks.
@@ -62,6 +61,7 @@ MODELS = {
     "biogpt": None,
     "bitnet": None,
     "bloom": None,
+    "codegen": None,
     "cohere": None,
     "deepseek_v3": None,
     "falcon": None,

@@ -16,9 +16,11 @@ from test_chat import PLAIN
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 2048, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-# CodeGen has its own attention code. Mamba's states cannot be cut back, and take one token at a time.
+# DiffLlama's layers call attention twice. Mamba's states cannot be cut back, and take one token at a time.
 CONFIGS = {
-    "codegen": lambda: transformers.CodeGenConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, **SIZES),
+    "diffllama": lambda: transformers.DiffLlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256, **SIZES
+    ),
     "mamba": lambda: transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, state_size=8, **SIZES),
 }  # fmt: skip
 PROMPT = "Return the number of items"

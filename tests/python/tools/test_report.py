@@ -239,6 +239,7 @@ def test_refusals(packed, tmp_path):
     (tmp_path / "r.json").write_text("[]")
     (tmp_path / "s.json").write_text("{")
     (tmp_path / "mine.html").write_text("<title>about lowbit</title>")
+    (tmp_path / "earlier.html").write_text('<section><h2>All figures</h2><div class="wide"><table>')
     for arguments, message in (
         (
             (FLOAT, tmp_path / "r.pdf"),
@@ -246,6 +247,7 @@ def test_refusals(packed, tmp_path):
         ),
         ((FLOAT, tmp_path / "no" / "r.html"), "no is not a directory; make it first"),
         ((tmp_path / "no", tmp_path / "q.html"), "no is not a directory; expected a float checkpoint"),
+        ((tmp_path / "no", tmp_path / "earlier.html"), "no is not a directory; expected a float checkpoint"),
         ((packed[0], tmp_path / "q.html"), "is packed already; a report needs the float checkpoint"),
         ((FLOAT, tmp_path / "r.html"), "r.json has no figures of a report; remove it, or choose another name"),
         ((FLOAT, tmp_path / "mine.html"), "mine.html exists and is not a report of lowbit; choose another name, or delete it"),
