@@ -335,6 +335,7 @@ Status PlanModel::embed(const int64_t* ids, const int64_t* types, const int64_t*
     return Status::error("the plan has embeddings of %" PRId64 " numbers, positions from %" PRId64 " on and %zu caches; "
                          "expected the plan of an encoder", numbers, first, cache_count());
   }
+  if (texts < 0) return Status::error("there are %" PRId64 " texts; expected 0 or more", texts);
   for (int64_t text = 0, at = 0; text < texts; ++text) {
     if (lengths[text] < 1 || lengths[text] > std::min(positions(), kMostLength)) {
       return Status::out_of_range("text %" PRId64 " has %" PRId64 " tokens; expected 1 to %" PRId64, text, lengths[text],

@@ -236,7 +236,8 @@ class Program {
     }
     if (prompt.empty()) return Status::error("the prompt has no tokens; expected at least one");
     const int64_t most = options_.max_new_tokens != 0 ? options_.max_new_tokens : kContinuation;
-    const int64_t needed = std::min(model_->positions(), static_cast<int64_t>(prompt.size()) + most);
+    const int64_t positions = model_->positions();
+    const int64_t needed = std::min(positions, static_cast<int64_t>(prompt.size()) + std::min(most, positions));
     if (Status status = begin((needed + 15) / 16 * 16); !status.ok()) return status;
     if (static_cast<int64_t>(prompt.size()) >= length_) {
       return Status::error("the prompt has %zu tokens; expected fewer than the context's %" PRId64, prompt.size(), length_);

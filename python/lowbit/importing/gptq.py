@@ -48,13 +48,14 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
     codes = stock.take(f"{layer}.qweight", "I32", shape=(None, n))
     zeros = stock.take(f"{layer}.qzeros", "I32", shape=(groups, None))
     stated = stock.settings.get("bits")
-    widths = sorted(_WIDTHS[version], key=lambda bits: bits != stated)  # the zero points of a few outputs may fit several
-    bits = next((bits for bits in widths if words_of(n, bits) == zeros.shape[1]), 0)
+    widths = _WIDTHS[version]
+    # The zero points of a few outputs may fit several widths.
+    bits = next((bits for bits in (stated, *widths) if bits in widths and words_of(n, bits) == zeros.shape[1]), 0)
     planes = unpack is from_planes
     if not bits or codes.shape[0] * (1 if planes else 32) % bits or (planes and n % 32):
         raise ValueError(
             f"{layer} in {codes.path} has qweight {list(codes.shape)}, qzeros {list(zeros.shape)} and scales "
-            f"{list(scales.shape)}; expected those of {', '.join(map(str, _WIDTHS[version][:-1]))} or {_WIDTHS[version][-1]} bits"
+            f"{list(scales.shape)}; expected those of {', '.join(map(str, widths[:-1]))} or {widths[-1]} bits"
         )
     k = codes.shape[0] * 32 // bits
     size, order = _groups(stock, layer, k, groups)

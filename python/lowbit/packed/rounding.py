@@ -57,6 +57,8 @@ class Config:
                 raise ValueError(f"bits is {self.bits}; expected 4 with the levels {self.levels!r}")
         elif isinstance(self.levels, Sequence | Tensor):
             object.__setattr__(self, "levels", tuple(as_levels(self.levels, self.bits).tolist()))
+            if len(set(self.levels)) < 2:
+                raise ValueError(f"levels are all {self.levels[0]}; expected at least two different ones")
         else:
             raise TypeError(f"levels is a {type(self.levels).__name__}; expected a str or {2**self.bits} integers")
 

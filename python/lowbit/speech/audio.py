@@ -40,12 +40,12 @@ _MOST_ALLOCATED = 64 << 20  # bytes; a track of 12 hours needs a table of 45 MB,
 _RAW = "16,000 samples per second of one channel with 16 bits, raw or WAV: ffmpeg -i FILE -ac 1 -ar 16000 -f s16le -"
 # The first bytes of other recordings.
 _CONTAINERS = (
-    b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"RIFX", b"RF64", b"riff", b"FORM", b".snd", b"caff", b"wvpk", b"#!AMR",
-    b"FLV\x01", b"0&\xb2u",
+    b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"RIFX", b"RF64", b"riff", b"FORM", b".snd", b"caff", b"wvpk",
+    b"#!AMR", b"FLV\x01", b"0&\xb2u",
 )  # fmt: skip
 # MP3 and AAC without a container: each frame begins with the same two bytes.
 _FRAMES = tuple(bytes((255, second)) for second in (0xE2, 0xE3, 0xF0, 0xF1, 0xF2, 0xF3, 0xF8, 0xF9, 0xFA, 0xFB))
-_FRAME_BYTES, _MOST_FRAMES = 1 << 13, 4  # so many pairs of bytes are no chance
+_FRAME_BYTES, _LEAST_FRAMES = 1 << 13, 4  # raw samples of so many bytes rarely have so many of these pairs
 _PCM = (1, 0xFFFE)  # the formats of WAV files with plain numbers
 _MOST_CHUNK = 1 << 20  # bytes of a chunk before the samples
 _UNKNOWN_SIZE = 0x7FFFF000  # programs that write to pipes put this number of bytes, or more, into the header
@@ -134,7 +134,7 @@ def read_audio(
 
 
 def check_samples(samples: np.ndarray, name: str) -> None:
-    """Raises ValueError for samples that are not finite, or integers that nobody divided by the largest one."""
+    """Raises ValueError for samples that are not finite, or integers that were not divided by the largest one."""
     import numpy as np
 
     largest = float(np.abs(samples).max(initial=0.0))  # NaN if there is one
@@ -175,7 +175,7 @@ def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
         head = b""
     elif head.startswith(_FRAMES):
         head += _exactly(file, _FRAME_BYTES)
-    if head.startswith(_CONTAINERS) or head[4:8] == b"ftyp" or (head[:2] in _FRAMES and head.count(head[:2]) >= _MOST_FRAMES):
+    if head.startswith(_CONTAINERS) or head[4:8] == b"ftyp" or (head[:2] in _FRAMES and head.count(head[:2]) >= _LEAST_FRAMES):
         raise ValueError(f"{name} is a compressed recording; expected {_RAW}")
     pending = head
     while True:

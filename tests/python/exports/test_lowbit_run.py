@@ -138,6 +138,11 @@ def test_wrong_arguments(program, model, arguments, code, message):
     assert found.stderr.decode().startswith("lowbit-run: ") and message in found.stderr.decode()
 
 
+def test_a_text_until_the_context_is_full(program, model):
+    many, most = (run(program, model, "-p", "a", "--max-new-tokens", count) for count in (5000, 2**63 - 1))
+    assert most.returncode == 0 and most.stdout == many.stdout
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 def test_a_plan_of_other_settings_is_refused(program, model, tmp_path, name):
     copy = tmp_path / "copy"

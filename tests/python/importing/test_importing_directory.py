@@ -423,7 +423,7 @@ REFUSED = {
     ),
     "twice": (GPTQ, both, "has two tensors that become model.layers.0.self_attn.q_proj.weight"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, None, "checkpoint_format 'marlin'; lowbit imports 'gptq'"),
-    "another version": (GPTQ | {"checkpoint_format": "gptq_v2"}, None, "has the zero point 7 everywhere; expected 8, or several"),
+    "another version": (GPTQ | {"checkpoint_format": "gptq_v2"}, None, "has the zero point 7 everywhere; expected 8"),
     "two versions": (GPTQ | {"checkpoint_format": "gptq", "format": "gptq_v2"}, None, "format 'gptq_v2' and checkpoint_format"),
     "planes": (GPTQ | {"checkpoint_format": "gptq_p", "sym": False}, narrow, "expected those of 2, 3, 4, 5, 6, 7 or 8 bits"),
     "group size": (GPTQ | {"group_size": 64}, None, "has 3 groups for 96 inputs; expected 2, of 64 inputs"),

@@ -147,6 +147,7 @@ def test_the_sample_of_a_sample_is_all_of_it():
         (dict(bits=5, levels="fit"), ValueError, "bits is 5; expected 2, 3 or 4"),
         (dict(mapping="affine", levels="fit"), ValueError, "mapping is 'affine' with levels"),
         (dict(levels=(1, 2)), ValueError, "there are 2 levels; expected 16"),
+        (dict(levels=[7] * 16), ValueError, "levels are all 7; expected at least two different ones"),
         (dict(levels=4), TypeError, "levels is a int"),
     ],
 )

@@ -282,6 +282,7 @@ def test_the_c_interface(directory):
         ((numbers(ids), numbers([2] * len(ids)), lengths, count, scores), 1, "a token is of type 2; expected 0 to 1"),
         ((numbers([-1] * 99), None, lengths, count, scores), 1, "there is no token -1"),
         ((numbers(ids), None, numbers([0] * 5), count, scores), 2, "text 0 has 0 tokens; expected 1 to 96"),
+        ((numbers(ids), None, lengths, ctypes.c_int64(-1), scores), 1, "there are -1 texts; expected 0 or more"),
     ):
         assert library.lowbit_embed(model, *given, error) == result and message in error.value.decode()
     text = ctypes.c_void_p()

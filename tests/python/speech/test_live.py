@@ -169,7 +169,8 @@ def test_samples_of_a_pipe():
     expected = np.frombuffer(raw(SAMPLES), "<i2").astype(np.float32) / np.float32(32768)
     size = 2 * len(SAMPLES)
     for data in (
-        raw(SAMPLES), b"\xff\xfb" + raw(SAMPLES)[2:], wave_of(SAMPLES), wave_of(SAMPLES, more=b"LIST\x03\0\0\0abc\0"), raw(SAMPLES) + b"\0",
+        raw(SAMPLES), b"\xff\xfb" + raw(SAMPLES)[2:], raw(SAMPLES) + b"\0", wave_of(SAMPLES),
+        wave_of(SAMPLES, more=b"LIST\x03\0\0\0abc\0"),
         wave_of(SAMPLES, size=size) + b"LIST\x04\0\0\0abcd", wave_of(SAMPLES, size=0), wave_of(SAMPLES, size=0x7FFFF000),
     ):  # fmt: skip
         blocks = list(read_samples(Pipe(data), "stdin"))
