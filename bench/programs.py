@@ -8,8 +8,8 @@ MODEL is a packed model (`lowbit import FILE MODEL`). After `make bench-peers` t
     g++ -O2 -I$LLAMA/include -I$LLAMA/ggml/include $LLAMA/examples/simple/simple.cpp -o llama-simple \\
       -L$LIBRARIES -lllama -lggml -lggml-base -Wl,-rpath,$PWD/$LIBRARIES
 
-The programs take turns; the table has medians. Times are CPU times, which other programs change least. A program's
-prefill and decode are differences between runs with a longer prompt and with more new tokens, so its start is not a part of them.
+The programs take turns; the table has medians. Times are CPU times, which other programs change least. A program's prefill
+and decode are differences between runs with a longer prompt and with more new tokens, so its start is not a part of them.
 """
 
 import argparse
