@@ -38,8 +38,12 @@ LEVELS_BITS = (2, 3, 4)
 ALTERNATIVES = ("affine", "levels")
 
 _KEPT = ("rotate", "scale", "activation_bits")  # settings that an override may have without fixing the width
-_TOKENS = 2048  # largest number of tokens for measuring sensitivities; fewer with a large vocabulary
-_LOGITS = 1 << 27
+_TOKENS = 2048  # largest number of tokens for measuring sensitivities
+_PREDICTED = 512  # of a language model, whose head makes them slow
+# Calibration removes more of a layer's error than of a table's, which later layers see as an error of their inputs. Measured by
+# rounding alone, the losses of a language model's layers are this many times too large beside those of its tables
+# (docs/measurements/quality.md, Losses of single layers).
+_OVERSTATED = 2
 _ROWS = 64  # rows of a matrix on which widths are compared
 _BAND_WEIGHTS = 1 << 22
 
@@ -150,6 +154,8 @@ def measure_losses(
         reference = replace(item.config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
         with _replaced_weight(layers, _rounded(weight, counts, reference)):
             loss = _distance(runs.outputs(item.layers), expected, predictions)
+        if predictions and not any(isinstance(layer, torch.nn.Embedding) for layer in layers):
+            loss /= _OVERSTATED
         rows = weight[:: -(-len(weight) // _ROWS)].float()
         reference_error = _error(rows, counts, reference)
         tables: dict[int, MatrixConfig] = {}  # by width; tables for different group sizes are similar
@@ -239,8 +245,7 @@ def _importance(
 
 def _trial(model: torch.nn.Module, inputs: list[Inputs]) -> list[Inputs]:
     """Rows of batches that are spread over the text, from the first on, until they have enough tokens; one batch may do."""
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 1
-    most = max(128, min(_TOKENS, _LOGITS // vocabulary))
+    most = _PREDICTED if getattr(model, "can_generate", lambda: False)() else _TOKENS
     chosen, count = [], 0
     step = max(1, len(inputs) // 8)
     for batch in inputs[::step]:
