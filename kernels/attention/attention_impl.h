@@ -80,7 +80,7 @@ LOWBIT_INLINE inline void multiply(const Product& product, int64_t vector) {
   const char* b[kAddresses];
   for (int v = 0; v < kAddresses; ++v) b[v] = product.b + ((kShareVectors ? vector / 2 : vector) + v) * b_vector;
   const auto at = [&](int v) LOWBIT_INLINE { return Add ? b[0] + (kShareVectors ? v / 2 : v) * b_vector : b[v]; };
-  const auto advance = [&] LOWBIT_INLINE {
+  const auto advance = [&]() LOWBIT_INLINE {
     for (int v = 0; v < kAddresses; ++v) b[v] += b_step;
   };
   float* const out = product.out + vector * kLanes;
