@@ -49,8 +49,8 @@ def _layer(stock: Stock, layer: str, version: str) -> Matrix:
     zeros = stock.take(f"{layer}.qzeros", "I32", shape=(groups, None))
     stated = stock.settings.get("bits")
     widths = _WIDTHS[version]
-    # The zero points of a few outputs may fit several widths.
-    bits = next((bits for bits in (stated, *widths) if bits in widths and words_of(n, bits) == zeros.shape[1]), 0)
+    fitting = [bits for bits in widths if words_of(n, bits) == zeros.shape[1]]  # a few outputs fit several widths
+    bits = next((bits for bits in fitting if bits == stated), fitting[0] if fitting else 0)
     planes = unpack is from_planes
     if not bits or codes.shape[0] * (1 if planes else 32) % bits or (planes and n % 32):
         raise ValueError(

@@ -45,7 +45,7 @@ _CONTAINERS = (
 )  # fmt: skip
 # MP3 and AAC without a container: each frame begins with the same two bytes.
 _FRAMES = tuple(bytes((255, second)) for second in (0xE2, 0xE3, 0xF0, 0xF1, 0xF2, 0xF3, 0xF8, 0xF9, 0xFA, 0xFB))
-_FRAME_BYTES, _LEAST_FRAMES = 1 << 13, 4  # raw samples of so many bytes rarely have so many of these pairs
+_FRAME_BYTES, _LEAST_FRAMES = 1 << 13, 4  # with at least 4 equal pairs in 8 KiB, the file has frames
 _PCM = (1, 0xFFFE)  # the formats of WAV files with plain numbers
 _MOST_CHUNK = 1 << 20  # bytes of a chunk before the samples
 _UNKNOWN_SIZE = 0x7FFFF000  # programs that write to pipes put this number of bytes, or more, into the header
