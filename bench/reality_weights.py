@@ -81,12 +81,14 @@ def packed_size(model: torch.nn.Module) -> tuple[int, float]:
 def calibrated(source: Source, tokens: int, rotate: bool) -> Iterator[Candidate]:
     """Measures calibrated models of one width and of mixed widths."""
     rotated = ", inputs rotated" if rotate else ""
-    for name, bits, target in (
-        *((f"{bits} bits, groups of 32", bits, None) for bits in WIDTHS),
-        *((f"mixed widths, {target} bits", 4, target) for target in TARGETS),
+    levels = lowbit.LowBitConfig(bits=2, mapping="levels", levels="fit", rotate=rotate)
+    for name, config, target in (
+        *((f"{bits} bits, groups of 32", lowbit.LowBitConfig(bits=bits, rotate=rotate), None) for bits in WIDTHS),
+        ("2 bits, fitted levels, groups of 32", levels, None),
+        *((f"mixed widths, {target} bits", lowbit.LowBitConfig(rotate=rotate), target) for target in TARGETS),
     ):
         begin = time.process_time()
-        model = calibrate(source, tokens, lowbit.LowBitConfig(bits=bits, rotate=rotate), target)
+        model = calibrate(source, tokens, config, target)
         yield Candidate(f"lowbit, {name}{rotated}", model, *packed_size(model), time.process_time() - begin)
 
 
