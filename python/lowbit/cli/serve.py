@@ -258,7 +258,7 @@ def _load_with_images(wish: _Wish, name: str, path: Path) -> ImageModel | None:
     if only:
         options.refuse_unused(f"for {path}, which takes images", *others)
     elif (given := next((each for each in others if each in options.on_command_line), None)) is not None:
-        wish.output.note(f"{path} is served without images, because of {options.on_command_line[given]}")
+        _without_images(wish, f"{path} is served without images, because of {options.on_command_line[given]}")
         return None
     lowbit.load_torch()
     set_threads(wish.threads)
@@ -271,8 +271,14 @@ def _load_with_images(wish: _Wish, name: str, path: Path) -> ImageModel | None:
     except llm.Refusal as refusal:
         if only:
             raise ValueError(f"lowbit serve needs lowbit's decoder; {refusal}") from refusal
-        wish.output.note(f"{path} is served without images: {refusal}")
+        _without_images(wish, f"{path} is served without images: {refusal}")
         return None
+
+
+def _without_images(wish: _Wish, note: str) -> None:
+    """Says why a model that takes images is served without them; a limit for them is then no mistake."""
+    wish.output.note(note)
+    options.on_command_line.pop("image_pixels", None)
 
 
 def _load_by_torch(wish: _Wish, name: str, path: Path, caches: tuple[str, ...] | None) -> list[tuple[Model, Any]]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from ..checkpoint.codes import dequantize
 from ..files.config_json import CONFIG, quantization_method, read_config
 from ..files.gguf_reader import TYPES, GgufWriter, TensorType
 from ..files.io import read_bytes
@@ -364,8 +363,8 @@ def _is_table(head: Stored, tensors: Mapping[str, Stored]) -> bool:
     """Whether a float head is the token table, which may be packed: transformers does not tie weights that differ."""
     packed, plain = (tensors.get(f"model.embed_tokens.{leaf}") for leaf in ("packed_weight", "weight"))
     if packed is not None and len(head.shape) == 2:
-        table = dequantize(next(_Bands(packed).read(_COMPARED)))
-        return is_same_weight(table, read_rows(head, 0, min(len(table), head.shape[0])))
+        table = next(_Bands(packed).read(_COMPARED))
+        return is_same_weight(table, read_rows(head, 0, min(len(table.codes), head.shape[0])))
     if plain is None or plain.shape != head.shape:
         return plain is None
     rows = max(1, _BAND_WEIGHTS // max(1, math.prod(head.shape[1:])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from ..layers.embedding_layers import give_state
 from ..layers.expert_stacks import Experts
 from ..layers.packable import is_transposed, named_layers
 from ..layers.replacing import take_place
+from ..packed.matrix import repack, unpack
 from ..packed.rounding import is_same_weight
+from ..packed.slices import slice_rows
 from .parallel import refuse_parts
 
 # Attributes that placing.py and names.py set on a packed model and on the models inside it.
@@ -43,20 +45,29 @@ def dequantize(
     for _, layer in packed:
         layer.verify()  # all of them before the first change
     parameters: dict[tuple[Any, ...], torch.nn.Parameter] = {}
+    parts = [name for name, part in floats.named_modules() if isinstance(part, PreTrainedModel)]
+    tied = {f"{name}.{each}".removeprefix(".") for name in parts for pair in _ties(floats, name).items() for each in pair}
+    kept: dict[int, torch.Tensor] = {}  # packed weights that may be tied, by the id of the new parameter
     for number, (name, layer) in enumerate(packed, 1):
         float_layer = layers[name]
         key = (layer.packed_weight.data_ptr(), is_transposed(float_layer))
         if key not in parameters:
             parameters[key] = _parameter(float_layer, layer.dequantize(dtype or layer.weight.dtype))
+        if f"{name}.weight" in tied:
+            kept[id(parameters[key])] = layer.packed_weight
         if isinstance(layer, nn.LinearExperts):
             _put_experts(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], layer, parameters[key])
         else:
             _put_layer(model, name, layer, floats.get_submodule(name), parameters[key])
         if progress is not None:
             progress(number, len(packed), name)
-    parts = [name for name, part in floats.named_modules() if isinstance(part, PreTrainedModel)]
     for name in reversed(parts):  # inner models first, because an outer model repeats their ties
-        _as_before(model.get_submodule(name), floats.get_submodule(name), {id(weight) for weight in parameters.values()})
+        _as_before(model.get_submodule(name), floats.get_submodule(name), kept)
+
+
+def _ties(floats: PreTrainedModel, name: str) -> dict[str, str]:
+    ties: dict[str, str] = floats.get_submodule(name).all_tied_weights_keys
+    return ties
 
 
 def _on_meta(model: PreTrainedModel) -> PreTrainedModel:
@@ -98,11 +109,19 @@ def _put_layer(
     model.set_submodule(name, layer)
 
 
-def _as_before(part: Any, floats: Any, dequantized: Collection[int]) -> None:
-    """Restores the names, ties and methods of a model without packed layers; ``dequantized`` are ids of parameters.
+def _is_packed_from(rows: torch.Tensor, packed: torch.Tensor) -> bool:
+    """Whether these are the first rows of the matrix that was packed."""
+    return is_same_weight(unpack(slice_rows(repack(packed, "panel16"), 0, len(rows))), rows)
+
+
+def _as_before(part: Any, floats: Any, packed: Mapping[int, torch.Tensor]) -> None:
+    """Restores the names, ties and methods of a model without packed layers.
 
     If only one of two tied weights was packed, both get the other one, which was never quantized. Two weights that were
     packed separately, or are different matrices, stay separate.
+
+    Args:
+        packed: packed weights that may be tied, by the id of the dequantized parameter.
     """
     for name in _SET_BY_PACKING:
         vars(part).pop(name, None)
@@ -111,11 +130,10 @@ def _as_before(part: Any, floats: Any, dequantized: Collection[int]) -> None:
     ties = floats.all_tied_weights_keys
     for pair in ties.items():
         first, second = map(part.get_parameter, pair)
-        if first is not second and (id(first) in dequantized) != (id(second) in dequantized):
-            rows = [each.detach()[:_COMPARED] for each in (first, second)]
-            if not is_same_weight(*(rows if id(first) in dequantized else reversed(rows))):
+        if first is not second and (id(first) in packed) != (id(second) in packed):
+            taken, given, name = (second, first, pair[0]) if id(first) in packed else (first, second, pair[1])
+            if taken.shape != given.shape or not _is_packed_from(taken.detach()[:_COMPARED], packed[id(given)]):
                 continue
-            taken, name = (second, pair[0]) if id(first) in dequantized else (first, pair[1])
             setattr(part.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], taken)
     part.all_tied_weights_keys = {
         target: source for target, source in ties.items() if part.get_parameter(target) is part.get_parameter(source)

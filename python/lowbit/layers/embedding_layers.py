@@ -29,7 +29,8 @@ _ROUNDED = {  # rows times a buffer, which has the table's dtype
     "gemma4_unified": "Gemma4UnifiedText", "minicpm3": "MiniCPM3", "vaultgemma": "VaultGemmaText",
 }  # fmt: skip
 _NORMED = {  # normalized rows
-    "inkling": "Inkling", "inkling2": "Inkling2", "muse_glimmer": "MuseGlimmerText", "muse_spark": "MuseSparkText",
+    "inkling": "Inkling", "inkling2": "Inkling2", "inkling2_loop": "Inkling2Loop", "muse_glimmer": "MuseGlimmerText",
+    "muse_spark": "MuseSparkText",
 }  # fmt: skip
 
 

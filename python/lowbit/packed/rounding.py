@@ -11,14 +11,15 @@ from torch import Tensor
 
 from ..layers.computed_tensor import ComputedTensor
 from ..levels import FIT, TABLES, fit_levels, round_to_levels
+from .groups import per_input
 from .header import PackedInfo
-from .matrix import as_levels, check_activation_bits, check_format, describe, pack
+from .matrix import Unpacked, as_levels, check_activation_bits, check_format, describe, pack
 from .rotation import block_of, rotate, rotate_weight
 
 # Above this, the range of a group or its scale could overflow float32.
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_OTHER_WEIGHT = 0.9  # an error that no quantization makes: one bit for normally distributed weights makes 0.6
+_SAME = 0.9  # the share of weights near their codes; 0.85 if half a standard deviation of noise changes 1-bit weights
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,31 @@ def refuse_nan(name: str, values: Tensor) -> None:
         raise ValueError(f"{name} has NaN values; expected numbers: the model is damaged, or its training has failed")
 
 
-def is_same_weight(dequantized: Tensor, weight: Tensor) -> bool:
-    """Whether one matrix is the other one after quantization: no other matrix is so near, unless it was trained from it."""
-    if dequantized.shape != weight.shape:
+def is_same_weight(stored: Unpacked, weight: Tensor) -> bool:
+    """Whether a float matrix [n, k] is the one that was quantized to ``stored``: not another one, or one trained from it.
+
+    Its weights lie within one step of their levels, or beyond the outermost one; calibration can move them by more than the
+    half step of rounding. With up to 4 levels a step is as large as most weights; there the nearest level counts.
+    """
+    if stored.codes.shape != weight.shape:
         return False
-    weight = weight.float()
-    return float((dequantized.float() - weight).norm()) <= _OTHER_WEIGHT * float(weight.norm())
+    size, k = stored.group_size, weight.shape[1]
+    scales, mins = (None if each is None else per_input(each, size, k) for each in (stored.scales, stored.mins))
+    x = rotate_weight(weight.float(), stored.rotated_inputs)
+    x = (x if mins is None else x - mins) / scales  # a scale of zero gives NaN, which is near, or infinity
+    if stored.levels is not None:
+        levels = stored.levels.float()
+    elif stored.bits == 1 and mins is None:
+        levels = torch.tensor([-1.0, 1.0])
+    else:  # symmetric: from -2^(b-1)
+        levels = torch.arange(2**stored.bits) - (2.0 ** (stored.bits - 1) if mins is None else 0.0)
+    levels, places = levels.unique(return_inverse=True)
+    reach = levels.diff() * (1.0 if len(levels) > 4 else 0.5)
+    infinite = torch.tensor([torch.inf])
+    lowest, highest = torch.cat([-infinite, levels[1:] - reach]), torch.cat([levels[:-1] + reach, infinite])
+    place = places[stored.codes.long()]
+    far = (x < lowest[place]) | (x > highest[place])
+    return float(far.float().mean()) <= 1 - _SAME
 
 
 def check_layer(weight: Tensor, bias: Tensor | None, config: Config, prefix: str = "") -> None:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..files.config_json import SPEECH_TYPES, read_config
+from ..files.untrusted import one_line
 from .bodies import Body
 from .errors import ApiError, bad
+from .events import log
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,6 +92,11 @@ class Wish(Body):
         }  # fmt: skip
 
 
+def _warn(text: str) -> None:
+    """Logs a warning, which has a name that the client has chosen."""
+    log.warning("%s", one_line(text))
+
+
 async def read_recording(data: bytes, name: str) -> np.ndarray:
     """Decodes the samples of a file. A canceled call ends at the next frame of the file.
 
@@ -105,7 +112,7 @@ async def read_recording(data: bytes, name: str) -> np.ndarray:
             raise InterruptedError
 
     try:
-        return await asyncio.to_thread(read_audio, io.BytesIO(data), name, MOST_SECONDS, check)
+        return await asyncio.to_thread(read_audio, io.BytesIO(data), name, MOST_SECONDS, check, _warn)
     except ValueError as error:
         raise bad("file", str(error)) from error
     finally:

@@ -9,6 +9,7 @@ import os
 import struct
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -43,16 +44,24 @@ _CONTAINERS = (
     b"ID3", b"OggS", b"fLaC", b"\x1aE\xdf\xa3", b"RIFF", b"RIFX", b"RF64", b"riff", b"FORM", b".snd", b"caff", b"wvpk",
     b"#!AMR", b"FLV\x01", b"0&\xb2u",
 )  # fmt: skip
-# MP3 and AAC without a container: each frame begins with the same two bytes.
-_FRAMES = tuple(bytes((255, second)) for second in (0xE2, 0xE3, 0xF0, 0xF1, 0xF2, 0xF3, 0xF8, 0xF9, 0xFA, 0xFB))
-_FRAME_BYTES, _LEAST_FRAMES = 1 << 13, 4  # with at least 4 equal pairs in 8 KiB, the file has frames
+# MP3 and AAC without a container are frames whose headers say how long they are. Raw samples may begin with such a header.
+_FRAME_BYTES, _FRAMES = 1 << 14, 3  # headers that have to follow each other within so many bytes
+_KBITS = {  # of MPEG audio, by (version 1, layer)
+    (True, 1): range(32, 449, 32),
+    (True, 2): (32, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384),
+    (True, 3): (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+    (False, 1): (32, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256),
+    (False, 2): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+    (False, 3): (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+}
 _PCM = (1, 0xFFFE)  # the formats of WAV files with plain numbers
 _MOST_CHUNK = 1 << 20  # bytes of a chunk before the samples
-_UNKNOWN_SIZE = 0x7FFFF000  # programs that write to pipes put this number of bytes, or more, into the header
+_UNKNOWN_SIZE = 0x7FFFE000  # programs that write to pipes put more bytes into the header, such as 0x7FFFEFFC or 0xFFFFFFFF
 _NO_END = 1 << 62  # bytes
 _MOST_CHUNKS = 64  # before the samples of a WAV file
 _LARGEST = 16.0  # the largest sample; a sound that is too loud may exceed 1, and integers exceed this
-_ESTIMATED = ("aac", "mp3")  # formats whose duration FFmpeg guesses from the first bytes, unless an MP3 has one of these marks
+# Formats whose duration FFmpeg guesses from the first bytes, unless an MP3 has one of these marks.
+_ESTIMATED = ("aac", "ac3", "amr", "eac3", "mp3")
 _MARKS = (b"Xing", b"Info", b"VBRI")
 _SAME = 0.1  # if the sum of two channels keeps less than this share of their energy, they have opposite phases
 
@@ -61,7 +70,7 @@ def load_audio(path: str | os.PathLike[str], most_seconds: float | None = MOST_S
     """Reads the first audio stream of a file: float32 [samples] from -1 to 1, one channel, 16,000 samples per second.
 
     Two channels are mixed second by second: to their mean, or the louder one if they cancel each other (opposite phase). Warns
-    if the file ends before the duration in its header, or lacks samples.
+    if the file ends before the duration in its header, or lacks samples; pauses that it does not store are left out.
 
     Args:
         path: in a format that FFmpeg's libraries read: WAV, FLAC, MP3, AAC, M4A, Ogg, Opus, AIFF, WMA, or the audio of a
@@ -77,11 +86,15 @@ def load_audio(path: str | os.PathLike[str], most_seconds: float | None = MOST_S
     path = Path(path)
     check_regular(path)
     with open(path, "rb") as file:
-        return read_audio(file, str(path), most_seconds)
+        return read_audio(file, str(path), most_seconds, warn=partial(warnings.warn, stacklevel=3))
 
 
 def read_audio(
-    file: IO[bytes], name: str, most_seconds: float | None = None, check: Callable[[], None] | None = None
+    file: IO[bytes],
+    name: str,
+    most_seconds: float | None = None,
+    check: Callable[[], None] | None = None,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> np.ndarray:
     """As :func:`load_audio`.
 
@@ -89,11 +102,12 @@ def read_audio(
         file: an open file; FFmpeg opens no files itself.
         name: the name of the file, for errors.
         check: called for each decoded frame; an exception from it ends the reading.
+        warn: called with a warning. Python keeps each text that ``warnings.warn`` is given, which may have a client's name.
     """
     import numpy as np
 
     av = import_av()
-    kept, marked = _kept(file), any(mark in file.read(1 << 16) for mark in _MARKS)
+    kept, begin = _kept(file), file.read(1 << 16)
     file.seek(0)
     samples = bytearray()  # grows in place; joining a list of pieces would need twice the memory
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none", "codec_whitelist": _CODECS}
@@ -111,8 +125,7 @@ def read_audio(
             seconds = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
             if not seconds and len(container.streams) == 1 and container.duration:
                 seconds = container.duration / av.time_base
-            seconds /= kept
-            if container.format.name in _ESTIMATED and not marked:
+            if container.format.name in _ESTIMATED and not any(mark in begin for mark in _MARKS):
                 seconds = 0.0
             for piece in _one_channel(_resampled(container.decode(audio=0), name, check)):
                 check_samples(piece, name)
@@ -125,19 +138,24 @@ def read_audio(
     if not samples:
         raise ValueError(f"{name} has audio without samples; expected at least one")
     found = len(samples) / (4 * SAMPLE_RATE)
-    if seconds - found > 0.1 + 0.01 * seconds:
-        warnings.warn(
-            f"{name} has {found:.2f} of the {seconds:.2f} seconds that its header announces: it is cut off or damaged",
-            stacklevel=3,
+    if not _is_less(found, seconds):  # for some WAV files FFmpeg goes by the header itself
+        seconds /= kept
+    if _is_less(found, seconds):
+        warn(
+            f"{name} has {found:.2f} of the {seconds:.2f} seconds that its header announces: it is cut off, damaged, or has "
+            "gaps, which are left out"
         )
     return np.frombuffer(samples, np.float32)
 
 
+def _is_less(found: float, seconds: float) -> bool:
+    """Whether so many seconds of samples are clearly less than those of a header."""
+    return seconds - found > 0.1 + 0.01 * seconds
+
+
 def check_samples(samples: np.ndarray, name: str) -> None:
     """Raises ValueError for samples that are not finite, or integers that were not divided by the largest one."""
-    import numpy as np
-
-    largest = float(np.abs(samples).max(initial=0.0))  # NaN if there is one
+    largest = max(float(samples.max(initial=0.0)), -float(samples.min(initial=0.0)))  # NaN if there is one; copies nothing
     if not largest <= _LARGEST:
         raise ValueError(
             f"{name} has samples up to {largest:g}; expected finite numbers from -1 to 1, as 16-bit integers divided by 32768"
@@ -173,9 +191,9 @@ def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
     if head[:4] == b"RIFF" and head[8:] == b"WAVE":
         left = _skip_header(file, name)
         head = b""
-    elif head.startswith(_FRAMES):
+    elif _frame_bytes(head):
         head += _exactly(file, _FRAME_BYTES)
-    if head.startswith(_CONTAINERS) or head[4:8] == b"ftyp" or (head[:2] in _FRAMES and head.count(head[:2]) >= _LEAST_FRAMES):
+    if head.startswith(_CONTAINERS) or head[4:8] == b"ftyp" or _has_frames(head):
         raise ValueError(f"{name} is a compressed recording; expected {_RAW}")
     pending = head
     while True:
@@ -187,6 +205,35 @@ def read_samples(file: IO[bytes], name: str) -> Iterator[np.ndarray]:
             return
         left -= len(more)
         pending = pending[whole:] + more
+
+
+def _has_frames(data: bytes) -> bool:
+    """Whether frames of MP3 or AAC follow each other from the first byte on."""
+    at = 0
+    for _ in range(_FRAMES):
+        size = _frame_bytes(data[at : at + 6])
+        if not size:
+            return False
+        at += size
+    return True
+
+
+def _frame_bytes(head: bytes) -> int:
+    """The size of the frame of MPEG audio or AAC (ADTS) with this header of 6 bytes; 0: it is none."""
+    if len(head) < 6 or head[0] != 0xFF or head[1] < 0xE0:
+        return 0
+    if head[1] & 0xF6 == 0xF0:  # AAC
+        size = (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5
+        return size if size >= 7 else 0
+    version, layer, kbits, rate = head[1] >> 3 & 3, 4 - (head[1] >> 1 & 3), head[2] >> 4, head[2] >> 2 & 3
+    if version == 1 or layer == 4 or kbits in (0, 15) or rate == 3:
+        return 0
+    hertz = (44100, 48000, 32000)[rate] >> {3: 0, 2: 1, 0: 2}[version]  # MPEG 1, 2 and 2.5
+    bits = 1000 * _KBITS[version == 3, layer][kbits - 1]
+    padding = head[2] >> 1 & 1
+    if layer == 1:
+        return 4 * (12 * bits // hertz + padding)
+    return (72 if layer == 3 and version != 3 else 144) * bits // hertz + padding
 
 
 def _exactly(file: IO[bytes], count: int) -> bytes:

@@ -115,17 +115,40 @@ def test_a_head_that_was_packed_apart_from_its_table(tmp_path):
     assert torch.equal(found.model.embed_tokens.weight, table) and torch.equal(found.lm_head.weight, head)
 
 
-def test_a_head_that_is_another_matrix_than_its_packed_table():
-    """transformers does not tie weights that differ in the files, whatever the config says."""
+def with_packed_table(**config):
+    """A tied model of which only the table is packed."""
     model = make("tied")
     with pytest.warns(UserWarning, match="share one weight, of which only model.embed_tokens is packed"):
-        lowbit.quantize_(model, {"*embed_tokens": lowbit.EmbeddingConfig(bits=1)})
-    head = torch.randn_like(model.lm_head.weight)
+        return lowbit.quantize_(model, {"*embed_tokens": lowbit.EmbeddingConfig(**config)})
+
+
+@pytest.mark.parametrize("bits, noise", [(1, None), (8, None), (1, 0.5), (2, 0.5), (4, 0.5), (8, 0.5)])
+def test_a_head_that_is_another_matrix_than_its_packed_table(bits, noise):
+    """transformers does not tie weights that differ in the files, whatever the config says. Some are trained from the table."""
+    model = with_packed_table(bits=bits)
+    before = model.lm_head.weight.detach()
+    other = torch.randn_like(before) * before.std()
+    head = other if noise is None else before + noise * other
     model.lm_head.weight = torch.nn.Parameter(head.clone())
     table = model.model.embed_tokens.dequantize(torch.bfloat16)
     model.dequantize()
     assert torch.equal(model.lm_head.weight, head) and torch.equal(model.model.embed_tokens.weight, table)
     assert not model.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bits": 1, "scale": "absmax"}, {"bits": 1, "scale": "absmax", "group_size": None}, {"bits": 1, "mapping": "affine"},
+        {"bits": 2, "rotate": True}, {"bits": 3, "levels": "fit"}, {"bits": 4, "levels": "mxfp4"}, {"bits": 8},
+    ],
+)  # fmt: skip
+def test_a_table_that_was_packed_and_its_head_was_not(config):
+    """The head keeps its exact weight, which becomes that of both, however large the errors of the table are."""
+    model = with_packed_table(**config)
+    head = model.lm_head.weight
+    model.dequantize()
+    assert model.model.embed_tokens.weight is model.lm_head.weight is head and model.config.tie_word_embeddings
 
 
 def test_a_head_that_was_packed_and_its_table_was_not():

@@ -102,18 +102,18 @@ def test_import_export_and_import_give_the_same_bytes(tmp_path, model, kind):
         assert filecmp.cmp(tmp_path / "planes.gguf", tmp_path / "again.gguf", shallow=False)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_head_that_differs_from_the_table_stays(tmp_path, packed):
+@pytest.mark.parametrize("config", [None, {"bits": 1, "scale": "absmax"}, {"bits": 4}, {"bits": 8}])
+def test_a_head_that_differs_from_the_table_stays(tmp_path, config):
     """Although the config ties the two; transformers does not tie weights that differ in the files."""
     save_model(tmp_path / "in", "tied", **SIZES)
     file = tmp_path / "in" / "model.safetensors"
     table = load_file(file)["model.embed_tokens.weight"]
-    for head, kept in ((table.clone(), False), (table.flip(0), True)):
+    trained = table + 0.5 * table.std() * torch.randn(table.shape, dtype=table.dtype)
+    for number, (head, kept) in enumerate(((table.clone(), False), (table.flip(0), True), (trained, True))):
         save_file(load_file(file) | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-        source = tmp_path / f"packed {kept}" if packed else tmp_path / "in"
-        if packed:
-            config = lowbit.LowBitConfig(1, overrides={"lm_head": None})
-            lowbit.quantize_checkpoint(tmp_path / "in", source, config)
+        source = tmp_path / f"packed {number}" if config else tmp_path / "in"
+        if config:
+            lowbit.quantize_checkpoint(tmp_path / "in", source, lowbit.LowBitConfig(**config, overrides={"lm_head": None}))
         names = [tensor.name for tensor in export_gguf(source, tmp_path / "m.gguf", tokenizer=False)]
         assert ("output.weight" in names) == kept
 

@@ -309,7 +309,7 @@ def test_all_experts_get_minimums_if_one_has_them(tmp_path, odd):
         weight = layer.scales.float().repeat_interleave(GROUP, 1) * (layer.codes - layer.zeros.repeat_interleave(GROUP, 1))
         return weight, compressed(layer, 4)
 
-    model = experts(tmp_path, make, ct(symmetric=False))
+    model = experts(tmp_path, make, ct())
     summary = imported(tmp_path)
     holder = same_weights(tmp_path, model)
     assert holder.down_proj.info.mapping == "affine" and holder.down_proj.info.bits == 4
@@ -329,7 +329,7 @@ def test_gates_without_minimums_and_ups_with_them(tmp_path):
         layer = random(number, n, k, zeros=("middle", "free")[next(count) % 2])
         return layer.weight, compressed(layer, 4)
 
-    model = experts(tmp_path, make, ct(symmetric=False))
+    model = experts(tmp_path, make, ct())
     imported(tmp_path)
     holder = load(tmp_path / "out", dtype="auto").model.layers[0].mlp.experts
     for leaf in ("gate_up_proj", "down_proj"):

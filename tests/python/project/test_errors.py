@@ -36,7 +36,7 @@ def refuses(error: type, message: str, function, *arguments, **options) -> None:
         (X.double(), "expected float32, bfloat16 or float16"),
         (X.int(), "x has dtype int32; expected float32, bfloat16 or float16"),
         (X.bool(), "expected float32, bfloat16 or float16"),
-        (X.to(torch.complex64), "expected float32, bfloat16 or float16"),
+        (X.to(torch.complex64), "x has dtype complex64; expected one of torch's usual types, such as float32"),
         (torch.tensor(1.0), "x has no dimensions; expected [..., in_features]"),
         (random_rows(3, 41), "x has shape [3, 41]; expected [..., 40], the inputs of the packed weight"),
         (random_rows(40, 1), "x has shape [40, 1]; expected [..., 40]"),

@@ -310,7 +310,7 @@ def test_command(tmp_path, monkeypatch):
         model, _ = serve(kind, "--image-pixels", 2000, "--cache", "int8")
         assert isinstance(model, image_conversations.ImageModel) and (model.pixels, model.max_length) == (2000, 128)
         assert model.decoder.cache_type == "int8"
-    model, said = serve("gemma3", "--guesses", 2)
+    model, said = serve("gemma3", "--guesses", 2, "--image-pixels", 2000)
     assert not isinstance(model, image_conversations.ImageModel)
     assert "gemma3 is served without images, because of --guesses" in said
     model, said = serve("gemma4", "--cache", "int8")
@@ -320,7 +320,7 @@ def test_command(tmp_path, monkeypatch):
         raise Unplannable("its logits differ")
 
     monkeypatch.setattr(ImagePlan, "_prove", refuse)
-    model, said = serve("gemma4")
+    model, said = serve("gemma4", "--image-pixels", 2000)
     assert not isinstance(model, image_conversations.ImageModel) and "gemma4 is served without images: " in said
     assert "its logits differ" in said
     refused = invoke("serve", tmp_path / "qwen2_5_vl", "--guesses", 2)

@@ -284,10 +284,17 @@ def test_a_transcription_does_not_wait_for_a_slow_client():
     assert [each["delta"] for each in told] == ["a", "b", "c"] and done["text"] == "abc"
 
 
+def test_warnings_about_recordings_are_logged(recwarn, caplog):
+    """Python would keep the text of each warning, with the name that the client has chosen."""
+    for name in ("a", "b\n", "c"):
+        asyncio.run(speech.read_recording(recording(1.0)[:16000], name))
+    assert not recwarn.list and [record.getMessage()[:6] for record in caplog.records] == ["a has ", "b has ", "c has "]
+
+
 def test_decoding_ends_when_the_client_has_gone(monkeypatch):
     started, ended = threading.Event(), threading.Event()
 
-    def endless(file, name, most, check):
+    def endless(file, name, most, check, warn):
         started.set()
         try:
             while True:

@@ -165,16 +165,23 @@ def wave_of(samples, channels=1, rate=SECOND, bits=16, more=b"", size=0xFFFFFFFF
     return b"RIFF\xff\xff\xff\xffWAVE" + more + b"fmt " + struct.pack("<I", 16) + head + data
 
 
+MP3 = b"\xff\xfb\x90\0" + bytes(413)  # 128 kbit/s at 44.1 kHz
+
+
 def test_samples_of_a_pipe():
     expected = np.frombuffer(raw(SAMPLES), "<i2").astype(np.float32) / np.float32(32768)
     size = 2 * len(SAMPLES)
     for data in (
-        raw(SAMPLES), b"\xff\xfb" + raw(SAMPLES)[2:], raw(SAMPLES) + b"\0", wave_of(SAMPLES),
+        raw(SAMPLES), raw(SAMPLES) + b"\0", wave_of(SAMPLES),
         wave_of(SAMPLES, more=b"LIST\x03\0\0\0abc\0"),
-        wave_of(SAMPLES, size=size) + b"LIST\x04\0\0\0abcd", wave_of(SAMPLES, size=0), wave_of(SAMPLES, size=0x7FFFF000),
+        wave_of(SAMPLES, size=size) + b"LIST\x04\0\0\0abcd", wave_of(SAMPLES, size=0), wave_of(SAMPLES, size=0x7FFFEFFC),
     ):  # fmt: skip
         blocks = list(read_samples(Pipe(data), "stdin"))
-        assert np.array_equal(np.concatenate(blocks)[1:], expected[1:]) and len(blocks) > 50
+        assert np.array_equal(np.concatenate(blocks), expected) and len(blocks) > 50
+    for start in (b"\xff\xfb" + b"\xfb\xff" * 999, MP3[:4] + bytes(800), MP3 + MP3):  # look like frames of MP3
+        data = start + raw(SAMPLES)
+        found = np.concatenate(list(read_samples(Pipe(data), "stdin")))
+        assert np.array_equal(found, np.frombuffer(data, "<i2").astype(np.float32) / np.float32(32768))
     assert list(read_samples(Pipe(b""), "stdin")) == list(read_samples(Pipe(b"a"), "stdin")) == []
     for data, message in (
         (
@@ -188,7 +195,7 @@ def test_samples_of_a_pipe():
         (b"fLaC" + bytes(20), "stdin is a compressed recording; expected 16,000 samples"),
         (b"\0\0\0\x18ftypM4A " + bytes(20), "stdin is a compressed recording"),
         (b"RF64" + wave_of(SAMPLES)[4:], "stdin is a compressed recording"),
-        *((frame * 30, "stdin is a compressed recording") for frame in (b"\xff\xf1" + bytes(369), b"\xff\xfb" + bytes(415))),
+        *((frame * 30, "stdin is a compressed recording") for frame in (MP3, b"\xff\xf1\x60\x40\x2e\xbf\xfc" + bytes(366))),
     ):
         with pytest.raises(ValueError, match=message):
             list(read_samples(Pipe(data), "stdin"))

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import struct
+import tracemalloc
 import wave
 import zlib
 
@@ -447,8 +448,32 @@ def test_a_recording_that_is_cut_off(tmp_path, recwarn, format, codec):
     path = container(tmp_path / "a", format, codec, frames=10)
     assert len(load_audio(path)) == SECOND and not recwarn.list
     path.write_bytes(path.read_bytes()[: SECOND // 2])
-    with pytest.warns(UserWarning, match="a has 0.2. of the 1.00 seconds that its header announces: it is cut off or damaged"):
+    with pytest.warns(
+        UserWarning, match="a has 0.2. of the 1.00 seconds that its header announces: it is cut off, damaged, or"
+    ):
         assert SECOND / 6 < len(load_audio(path)) < SECOND / 3
+
+
+@pytest.mark.parametrize(("format", "codec"), [("wav", "adpcm_ms"), ("mp3", "mp3")])
+def test_a_recording_with_its_length_in_the_header_that_is_cut_off(tmp_path, recwarn, format, codec):
+    """The number of samples of a WAV file with a fact chunk; an MP3 with the mark Info."""
+    path = container(tmp_path / "a", format, codec, frames=40)
+    assert len(load_audio(path)) >= 4 * SECOND and not recwarn.list
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(UserWarning, match=r"a has [12]\.\d+ of the 4\.[012]\d seconds that its header announces"):
+        load_audio(path)
+
+
+def test_whole_recordings_without_a_known_length(tmp_path, recwarn):
+    """AMR has no length; sox writes these sizes into WAV files when it writes to a pipe."""
+    (tmp_path / "a.amr").write_bytes(b"#!AMR\n" + 50 * (b"\x3c" + bytes(31)))  # frames of 20 ms with 12.2 kbit/s
+    assert len(load_audio(tmp_path / "a.amr")) == SECOND
+    write_wave(tmp_path / "a.wav", sound(1.0))
+    data = (tmp_path / "a.wav").read_bytes()
+    for size in (0x7FFFEFFC, 0x7FFFEFFF):
+        (tmp_path / "a.wav").write_bytes(data[:40] + struct.pack("<I", size) + data[44:])
+        assert len(load_audio(tmp_path / "a.wav")) == SECOND
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("sample", [np.nan, np.inf, 3000.0])
@@ -458,6 +483,19 @@ def test_a_recording_whose_samples_are_no_sound(tmp_path, sample):
     path.write_bytes(data[:-4000] + struct.pack("<f", sample) + data[-3996:])
     with pytest.raises(ValueError, match=f"a has samples up to {sample:g}; expected finite numbers from -1 to 1"):
         load_audio(path)
+
+
+def test_the_check_of_samples_copies_nothing():
+    samples = np.zeros(1 << 20, np.float32)
+    tracemalloc.start()
+    try:
+        audio.check_samples(samples, "a")
+        assert tracemalloc.get_traced_memory()[1] < samples.nbytes / 2
+    finally:
+        tracemalloc.stop()
+    samples[5] = -17.0
+    with pytest.raises(ValueError, match="a has samples up to 17; expected"):
+        audio.check_samples(samples, "a")
 
 
 def test_limits_of_recordings(tmp_path):

@@ -287,10 +287,10 @@ def _joules_per_token(
 
 def _start(weights: torch.nn.Module, vocabulary: int, directory: Path, threads: int, clock: Clock) -> dict[str, float]:
     """The start of ``lowbit generate``: of a packed model with its plan, and a tokenizer of as many words."""
-    if not are_allowed():
-        raise NotReached("LOWBIT_PLAN is 0, which switches plans off; expected it unset, or 1")
     if clock.left < _START_SECONDS:
         raise NotReached(f"{clock.left:.0f} s were left; it may need {_START_SECONDS:.0f}")
+    if not are_allowed():
+        raise NotReached("LOWBIT_PLAN is 0, which switches plans off; expected it unset, or 1")
     weights.save_pretrained(directory)
     _write_tokenizer(directory, vocabulary)
     command = [sys.executable, "-P", "-c", LOWBIT, "generate", str(directory), "--prompt", "1", "--threads", str(threads)]
