@@ -57,14 +57,7 @@ class Learning(torch.nn.Module):
         super().__init__()
         self.unpacked = unpacked = unpack(packed)
         self.group = unpacked.group_size or unpacked.codes.shape[1]
-        if unpacked.levels is not None:
-            self.levels = unpacked.levels.float()
-        elif unpacked.mapping == "affine":
-            self.levels = torch.arange(2**unpacked.bits).float()
-        elif unpacked.bits == 1:
-            self.levels = torch.tensor([-1.0, 1.0], dtype=torch.float32)
-        else:
-            self.levels = torch.arange(2**unpacked.bits).float() - 2 ** (unpacked.bits - 1)
+        self.levels = unpacked.factors()
         self.scale = torch.nn.Parameter(torch.ones_like(unpacked.scales))
         self.shift = None if unpacked.mins is None else torch.nn.Parameter(torch.zeros_like(unpacked.mins))
         self.moved = torch.nn.Parameter(torch.zeros_like(self.levels)) if table and unpacked.levels is not None else None

@@ -90,9 +90,11 @@ def export(
 
 
 def _is_ours(path: Path, to: str) -> bool:
+    if to != "gguf":
+        return has_mark(path, _MARKS[to])
     from ..exports.gguf_settings import is_of_lowbit
 
-    return is_of_lowbit(path) if to == "gguf" else has_mark(path, _MARKS[to])
+    return is_of_lowbit(path)
 
 
 def _check_plan(model: Path, file: Path, quantizing: options.Quantizing) -> None:

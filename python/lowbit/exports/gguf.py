@@ -30,13 +30,12 @@ from ..importing.gguf_blocks import NL4
 from ..importing.gguf_models import ARCHITECTURES
 from ..packed.header import PackedInfo
 from ..packed.matrix import Unpacked, unpack
-from ..packed.rounding import is_same_weight
+from ..packed.rounding import COMPARED, is_same_weight
 from ..packed.row_bands import PANEL_ROWS, Bands, rows_of_band
 from .gguf_settings import architecture_metadata, rotation_factors
 
 _BLOCK = 32
 _BAND_WEIGHTS = 1 << 21
-_COMPARED = 1024  # rows of a head and a packed table
 # Largest allowed change of a weight, in quantization steps, by rounding its scale to float16: at 8 bits 128 codes times 2^-11
 # of the scale. More means that the scale is subnormal in float16 or out of its range.
 _MOST_STEPS = 2.0**-4
@@ -363,7 +362,7 @@ def _is_table(head: Stored, tensors: Mapping[str, Stored]) -> bool:
     """Whether a float head is the token table, which may be packed: transformers does not tie weights that differ."""
     packed, plain = (tensors.get(f"model.embed_tokens.{leaf}") for leaf in ("packed_weight", "weight"))
     if packed is not None and len(head.shape) == 2:
-        table = next(_Bands(packed).read(_COMPARED))
+        table = next(_Bands(packed).read(COMPARED))
         return is_same_weight(table, read_rows(head, 0, min(len(table.codes), head.shape[0])))
     if plain is None or plain.shape != head.shape:
         return plain is None

@@ -15,13 +15,12 @@ from ..layers.expert_stacks import Experts
 from ..layers.packable import is_transposed, named_layers
 from ..layers.replacing import take_place
 from ..packed.matrix import repack, unpack
-from ..packed.rounding import is_same_weight
+from ..packed.rounding import COMPARED, is_same_weight
 from ..packed.slices import slice_rows
 from .parallel import refuse_parts
 
 # Attributes that placing.py and names.py set on a packed model and on the models inside it.
 _SET_BY_PACKING = ("_tied_weights_keys", "resize_token_embeddings", "_weight_conversions")
-_COMPARED = 1024  # rows of two tied weights of which one was packed
 
 
 def dequantize(
@@ -132,7 +131,7 @@ def _as_before(part: Any, floats: Any, packed: Mapping[int, torch.Tensor]) -> No
         first, second = map(part.get_parameter, pair)
         if first is not second and (id(first) in packed) != (id(second) in packed):
             taken, given, name = (second, first, pair[0]) if id(first) in packed else (first, second, pair[1])
-            if taken.shape != given.shape or not _is_packed_from(taken.detach()[:_COMPARED], packed[id(given)]):
+            if taken.shape != given.shape or not _is_packed_from(taken.detach()[:COMPARED], packed[id(given)]):
                 continue
             setattr(part.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], taken)
     part.all_tied_weights_keys = {

@@ -32,6 +32,15 @@ class Unpacked(NamedTuple):
     rotated_inputs: int = 0
     activation_bits: int = 8
 
+    def factors(self) -> Tensor:
+        """The factor of the scale for each code, float32 [2**bits]."""
+        if self.levels is not None:
+            return self.levels.float()
+        codes = torch.arange(2**self.bits, dtype=torch.float32, device="cpu")
+        if self.mins is not None:
+            return codes
+        return 2 * codes - 1 if self.bits == 1 else codes - 2 ** (self.bits - 1)
+
 
 def check_packed(packed: Tensor) -> None:
     """Raises TypeError or ValueError unless ``packed`` is a contiguous uint8 tensor of one dimension on the CPU."""

@@ -19,6 +19,7 @@ from .rotation import block_of, rotate, rotate_weight
 # Above this, the range of a group or its scale could overflow float32.
 _LARGEST_WEIGHT = torch.finfo(torch.float32).max / 4
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+COMPARED = 1024  # rows that show whether a float matrix and a packed one are the same
 _SAME = 0.9  # the share of weights near their codes; 0.85 if half a standard deviation of noise changes 1-bit weights
 
 
@@ -164,13 +165,7 @@ def is_same_weight(stored: Unpacked, weight: Tensor) -> bool:
     scales, mins = (None if each is None else per_input(each, size, k) for each in (stored.scales, stored.mins))
     x = rotate_weight(weight.float(), stored.rotated_inputs)
     x = (x if mins is None else x - mins) / scales  # a scale of zero gives NaN, which is near, or infinity
-    if stored.levels is not None:
-        levels = stored.levels.float()
-    elif stored.bits == 1 and mins is None:
-        levels = torch.tensor([-1.0, 1.0])
-    else:  # symmetric: from -2^(b-1)
-        levels = torch.arange(2**stored.bits) - (2.0 ** (stored.bits - 1) if mins is None else 0.0)
-    levels, places = levels.unique(return_inverse=True)
+    levels, places = stored.factors().unique(return_inverse=True)
     reach = levels.diff() * (1.0 if len(levels) > 4 else 0.5)
     infinite = torch.tensor([torch.inf])
     lowest, highest = torch.cat([-infinite, levels[1:] - reach]), torch.cat([levels[:-1] + reach, infinite])
