@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .capture import BlockCall, Recorded, StopRun, blocks_of
-from .collect import add_to, inputs_in_a_run, rows_of, sets_of
+from .collect import add_to, calls_in_a_run, inputs_in_a_run, rows_of, sets_of
 from .data import Sample
 from .gptq_solver import Moments
 from .grid import MatrixConfig
@@ -34,12 +35,23 @@ class Runnable:
     run: Callable[[int], Any]
     _kept: list[dict[str, list[Tensor]]] = field(default_factory=list)  # for each batch: layer -> inputs, until they are used
 
-    def keep_inputs(self, names: list[str], sample: Sample) -> None:
-        """Runs over the sample and keeps the inputs of layers for :meth:`inputs`, unless they take too much memory."""
+    def keep_inputs(self, names: list[str], sample: Sample, calls: list[tuple[str, Tensor]]) -> None:
+        """Runs over the sample and keeps the inputs of layers for :meth:`inputs`, unless they take too much memory.
+
+        Args:
+            calls: of the layers in the first batch, from :func:`calls_in_a_run`.
+        """
         features = sum(self.module.get_submodule(name).in_features for name in names)
-        if names and features * sample.tokens * 4 <= _KEPT_BYTES:
-            for i in range(len(sample.batches)):
-                self._kept.append(inputs_in_a_run(self.module, names, partial(self.run, i), whole=True))
+        if not names or features * sample.tokens * 4 > _KEPT_BYTES:
+            return
+        for i in range(len(sample.batches)):
+            if i:
+                calls = calls_in_a_run(self.module, names, partial(self.run, i), whole=True)
+            inputs: dict[str, list[Tensor]] = {}
+            for name, x in calls:
+                if name in names:
+                    inputs.setdefault(name, []).append(x)
+            self._kept.append(inputs)
 
     def inputs(self, i: int, names: list[str]) -> dict[str, list[Tensor]]:
         """The inputs of layers in batch i."""
@@ -89,6 +101,7 @@ def quantize_blocks(
     packer: Packer,
     sample: Sample,
     tuner: Tuner | None,
+    skips: bool,
 ) -> None:
     """Quantizes the blocks of a list one by one, each with inputs from the quantized blocks before it.
 
@@ -97,11 +110,12 @@ def quantize_blocks(
         originals: for each batch, how the float model calls the blocks.
         targets: configs of linear layers, by their names in the model.
         tuner: learns the scales of each block; None: they are not learned.
+        skips: the arguments of the blocks, but for the hidden states, do not depend on what earlier blocks compute.
     """
     blocks = list(model.get_submodule(name))
     recordings = []
     for batch in sample.batches:
-        with blocks_of(blocks, stop_after=True) as recorded, suppress(StopRun):
+        with blocks_of(blocks, stop_after=True, skips=skips) as recorded, suppress(StopRun):
             model(**batch)
         recordings.append(recorded)
     hidden, float_hidden = [one.first for one in recordings], [one.first for one in originals]
@@ -170,21 +184,36 @@ def quantize_segment(
         for name in targets:
             packer.pack_layers(quantized.module, [name], targets, None, prefix)
         return
-    sets = list(sets_of(quantized.module, targets, lambda: quantized.run(0)))
+    first = quantized if original is None else original
+    calls = calls_in_a_run(first.module, targets, partial(first.run, 0), whole=original is not None)
+    sets = sets_of(calls, targets)
     missing = [sorted({leader for name, leader in leaders.items() if prefix + name not in kept}) for leaders in sets]
     if original is not None:
-        original.keep_inputs([name for names in missing for name in names], sample)
+        original.keep_inputs([name for names in missing for name in names], sample, calls)
+    calls.clear()
     for leaders, unknown in zip(sets, missing, strict=True):
-        moments = _moments(quantized, original, unknown, sample, holds_out="correction" not in packer.options)
+        followers = Counter(leaders.values())
+        weights = {name: quantized.module.get_submodule(name).weight.detach() for name in unknown if followers[name] == 1}
+        moments = _moments(quantized, original, unknown, weights, sample, holds_out="correction" not in packer.options)
         for leader in dict.fromkeys(leaders.values()):
             names = [name for name in leaders if leaders[name] == leader]
             packer.pack_layers(quantized.module, names, targets, moments.pop(leader, None), prefix, tune)
 
 
 def _moments(
-    quantized: Runnable, original: Runnable | None, names: list[str], sample: Sample, holds_out: bool
+    quantized: Runnable,
+    original: Runnable | None,
+    names: list[str],
+    weights: Mapping[str, Tensor],
+    sample: Sample,
+    holds_out: bool,
 ) -> dict[str, Moments]:
-    """Moments of the inputs of layers over the sample; ``holds_out`` stores some tokens' inputs separately."""
+    """Moments of the inputs of layers over the sample.
+
+    Args:
+        weights: of the layers that share their inputs with no other.
+        holds_out: store some tokens' inputs separately.
+    """
     moments: dict[str, Moments] = {}
     for i, mask in enumerate(sample.masks if names else ()):
         tokens = sample.batches[i]["input_ids"].numel()
@@ -198,5 +227,5 @@ def _moments(
             )
             for j, x in enumerate(inputs):
                 y = rows_of(partners[j], mask) if paired else None
-                add_to(moments, name, rows_of(x, mask), y, diagonal=False, held=part)
+                add_to(moments, name, rows_of(x, mask), y, diagonal=False, held=part, weight=weights.get(name))
     return moments

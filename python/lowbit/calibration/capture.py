@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,12 +101,25 @@ class Recorded:
     calls: list[BlockCall]
     first: Tensor | None  # hidden states before the first block
     chained: bool  # whether each block was called once, in order, with the output of the previous block
+    plain: bool  # whether each block returned nothing but its hidden states
+
+    def same_arguments(self, other: Recorded) -> bool:
+        """Whether the blocks had equal arguments in another run, apart from the hidden states."""
+        return len(self.calls) == len(other.calls) and all(
+            a.named == b.named and _equal(a.args, b.args) and _equal(a.kwargs, b.kwargs)
+            for a, b in zip(self.calls, other.calls, strict=True)
+        )
 
 
 @contextmanager
-def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterator[Recorded]:
-    """Records the calls of blocks; ``stop_after`` ends the run before the last block."""
-    recorded = Recorded([], None, True)
+def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False, skips: bool = False) -> Iterator[Recorded]:
+    """Records the calls of blocks.
+
+    Args:
+        stop_after: end the run before the last block.
+        skips: blocks do not compute, but return their hidden states.
+    """
+    recorded = Recorded([], None, True, True)
     last: list[Any] = [None]
     handles = []
     for index, block in enumerate(blocks):
@@ -128,15 +141,44 @@ def blocks_of(blocks: list[torch.nn.Module], stop_after: bool = False) -> Iterat
 
         def after(_: Any, args: Any, output: Any) -> None:
             last[0] = hidden_of(output)
+            recorded.plain &= last[0] is output
 
         handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(block.register_forward_hook(after))
     try:
-        with removed_after(handles):
+        with removed_after(handles), ExitStack() as stack:
+            for block in blocks if skips else ():
+                stack.enter_context(answering(block, lambda hidden_states, *_, **__: hidden_states))
             yield recorded
     finally:
         last[0] = None
         recorded.chained &= len(recorded.calls) == len(blocks)
+
+
+@contextmanager
+def answering(block: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A context in which a block has another ``forward``."""
+    own = vars(block).get("forward")  # of the module instead of its class, as accelerate sets it
+    block.forward = forward
+    try:
+        yield
+    finally:
+        del block.forward
+        if own is not None:
+            block.forward = own
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two arguments are equal; False for objects that may have a state."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return a.dtype is b.dtype and torch.equal(a, b)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if type(a) is dict:
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return isinstance(a, str | int | float | None) and bool(a == b)
 
 
 def _same(a: Any, b: Any) -> bool:

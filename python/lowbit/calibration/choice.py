@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .gptq_solver import Moments, Solver, best_correction, gptq
+from .gptq_solver import Moments, Solver, best_correction, finite, gptq
 from .grid import MatrixConfig, Quantized, with_table
 from .importance import search
 
-# A config, whose table of levels is fitted, and the function that quantizes rows of the weight.
-Quantizer = tuple[MatrixConfig, Callable[[Tensor], Quantized]]
+# A config, whose table of levels is fitted, and the function that quantizes rows of the weight (packed_in_bands).
+Quantizer = tuple[MatrixConfig, Callable[[Tensor, slice], Quantized]]
 
 
 def choose(
@@ -43,7 +42,7 @@ def choose(
     if moments is None or moments.tokens == 0 or not weights:
         return "nearest", _searching(weights, configs, None)
     held = moments.held
-    if not all(bool(torch.isfinite(x).all()) for x in (moments.square, *(x for pair in held for x in pair))):
+    if not all(map(finite, (moments.square, *(x for pair in held for x in pair)))):
         raise ValueError(f"the inputs of {first_not_finite()} have NaN or infinite values on the calibration text")
     enough = moments.tokens + sum(len(x) for x, _ in held) >= len(moments.importance())
     if moments.square.dim() == 1 or (method in ("auto", "tuned", "distilled") and not enough):
@@ -54,19 +53,22 @@ def choose(
     corrections = {}
     if held:
         if "correction" not in options:
-            trial = Solver(moments)
+            trial = Solver(moments, quick=True)
             for name, weight in weights.items():
                 corrections[name] = best_correction(trial, weight, held)
             del trial
         moments.join()
     if options.keys() - {"correction"}:
-        return "gptq", {
-            name: (fitted[name], partial(gptq, moments=moments, config=fitted[name], **options)) for name in weights
-        }
+
+        def by_options(weight: Tensor, rows: slice, name: str) -> Quantized:
+            return gptq(weight, moments, fitted[name], rows=rows, **options)
+
+        return "gptq", {name: (fitted[name], partial(by_options, name=name)) for name in weights}
     solver = Solver(moments)
 
-    def quantize(rows: Tensor, name: str) -> Quantized:
-        return solver.quantize(rows, fitted[name], options.get("correction", corrections.get(name, 1.0)))
+    def quantize(weight: Tensor, rows: slice, name: str) -> Quantized:
+        correction = options.get("correction", corrections.get(name, 1.0))
+        return solver.quantize(weight, fitted[name], correction, rows=rows)
 
     return "gptq", {name: (fitted[name], partial(quantize, name=name)) for name in weights}
 
@@ -75,4 +77,8 @@ def _searching(
     weights: Mapping[str, Tensor], configs: Mapping[str, MatrixConfig], importance: Tensor | None
 ) -> dict[str, Quantizer]:
     fitted = {name: with_table(configs[name], weight, importance) for name, weight in weights.items()}
-    return {name: (fitted[name], partial(search, importance=importance, config=fitted[name])) for name in weights}
+
+    def quantize(weight: Tensor, _: slice, name: str) -> Quantized:
+        return search(weight, importance, fitted[name])
+
+    return {name: (fitted[name], partial(quantize, name=name)) for name in weights}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .float_products import outputs
 from .grid import Quantized, stored, table_in
 
 SWEEPS = 2
-_COLUMNS = 128  # inputs of a group that are rounded before their changes are propagated to the other inputs
+_COLUMNS = 128  # inputs that are rounded before their changes are propagated to the other inputs
 
 
 def descend(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int = SWEEPS) -> Quantized:
@@ -31,37 +32,50 @@ def descend(start: Quantized, square: Tensor, wanted: Tensor, sweeps: int = SWEE
     mins = None if start.mins is None else _transposed(start.mins)
     values = start.dequantize().T.contiguous()
     largest = (scales if mins is None else torch.maximum(scales.abs(), mins.abs())).abs().amax(0)[:, None]
-    gradient = square @ (values - wanted.T)  # half of the error's
-    for _ in range(sweeps):
-        for number, first in enumerate(range(0, k, group)):
-            last = min(first + group, k)
-            at = slice(number, number + 1)
-            before = values[first:last].clone()
-            slope = gradient[first:last].clone()
-            for begin in range(first, last, _COLUMNS):
-                run = slice(begin, min(begin + _COLUMNS, last))
-                part = slice(run.start - first, run.stop - first)
-                own = square[run, run] / square[run, run].diagonal()[:, None]
-                earlier = own.tril(-1)
-                old = values[run].clone()
-                # The operator takes values and errors, and rounds their difference.
-                _, levels[run], _ = torch.ops.lowbit.error_feedback(
-                    old - slope[part] / square[run, run].diagonal()[:, None] + earlier @ old,
-                    torch.eye(len(own), dtype=torch.float32) - earlier,
-                    -earlier,
-                    scales[at],
-                    None if mins is None else mins[at],
-                    sorted_levels,
-                    config.bits,
-                )
-                values[run] = levels[run] * scales[at] + (0.0 if mins is None else mins[at])
-                slope.addmm_(square[first:last, run], values[run] - old)
-            step, shift = _steps(levels[first:last], square[first:last, first:last], slope, mins is not None)
-            scales[at] = stored((scales[at] + step).T, largest).T
-            if mins is not None:
-                mins[at] = stored((mins[at] + shift).T, largest).T
-            values[first:last] = levels[first:last] * scales[at] + (0.0 if mins is None else mins[at])
-            gradient.addmm_(square[:, first:last], values[first:last] - before)
+    gradient = outputs(square, (values.T - wanted).contiguous())  # half of the error's
+
+    def round_codes(first: int, last: int, at: slice) -> Tensor:
+        """Rounds the inputs of group ``at`` one by one; returns half of the gradient with respect to them."""
+        slope = gradient[first:last].clone()
+        for begin in range(first, last, _COLUMNS):
+            run = slice(begin, min(begin + _COLUMNS, last))
+            part = slice(run.start - first, run.stop - first)
+            own = square[run, run] / square[run, run].diagonal()[:, None]
+            earlier = own.tril(-1)
+            old = values[run].clone()
+            # The operator takes values and errors, and rounds their difference.
+            _, levels[run], _ = torch.ops.lowbit.error_feedback(
+                old - slope[part] / square[run, run].diagonal()[:, None] + earlier @ old,
+                torch.eye(len(own), dtype=torch.float32) - earlier,
+                -earlier,
+                scales[at],
+                None if mins is None else mins[at],
+                sorted_levels,
+                config.bits,
+            )
+            values[run] = levels[run] * scales[at] + (0.0 if mins is None else mins[at])
+            slope.addmm_(square[first:last, run], values[run] - old)
+        return slope
+
+    width = group * max(1, _COLUMNS // group)  # inputs whose changes are propagated to the others together
+    for sweep in range(sweeps):
+        for begin in range(0, k, width):
+            block = slice(begin, min(begin + width, k))
+            unchanged = values[block].clone()
+            for first in range(begin, block.stop, group):
+                at, inputs = slice(first // group, first // group + 1), slice(first, min(first + group, k))
+                before = values[inputs].clone()
+                slope = round_codes(first, inputs.stop, at)
+                step, shift = _steps(levels[inputs], square[inputs, inputs], slope, mins is not None)
+                scales[at] = stored((scales[at] + step).T, largest).T
+                if mins is not None:
+                    mins[at] = stored((mins[at] + shift).T, largest).T
+                values[inputs] = levels[inputs] * scales[at] + (0.0 if mins is None else mins[at])
+                gradient[block].addmm_(square[block, inputs], values[inputs] - before)
+            change = (values[block] - unchanged).T.contiguous()
+            # In the last sweep only inputs that are still to be rounded need their gradient.
+            for rest in (slice(0, begin if sweep + 1 < sweeps else 0), slice(block.stop, k)):
+                gradient[rest] += outputs(square[rest, block].contiguous(), change)
     return Quantized(_transposed(levels), _transposed(scales), None if mins is None else _transposed(mins), config)
 
 

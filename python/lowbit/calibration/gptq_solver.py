@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..packed.groups import in_groups
-from ..packed.rotation import rotate
+from ..packed.rotation import rotate, rotate_weight
 from .descent import SWEEPS, descend
+from .float_products import add_products, outputs
 from .grid import MatrixConfig, Quantized, stored, table_in, with_table
 from .importance import search, search_groups
 
@@ -28,14 +29,16 @@ class Moments:
     """Second moments of a layer's inputs over the tokens of a calibration text.
 
     ``square`` is the sum of ``x x^T`` over the layer's inputs x in the quantized model. ``drift``, if known, is the sum of
-    ``(y - x) x^T``, where y are the same tokens' inputs in the float model.
+    ``(y - x) x^T``, where y are the same tokens' inputs in the float model; with a weight W it is the sum of ``W (y - x) x^T``,
+    which is smaller if there are fewer outputs than inputs.
     """
 
     square: Tensor  # float32 [k, k], at least the upper triangle; or only the diagonal [k], for importance
-    drift: Tensor | None  # float32 [k, k]
+    drift: Tensor | None  # float32 [k, k], or [n, k] with a weight
     tokens: int
     # Held-out inputs (x, y), float32 [tokens, k], to choose the weight of the correction.
     held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    weight: Tensor | None = None  # float32 [n, k], of the only layer with these inputs
 
     def join(self) -> None:
         """Adds the held-out tokens to the sums."""
@@ -46,13 +49,15 @@ class Moments:
     def add(self, x: Tensor, y: Tensor | None) -> None:
         """Adds inputs float32 [tokens, k]; if ``y`` is None, drift becomes unknown."""
         self.tokens += len(x)
-        self.drift = None if self.drift is None or y is None else self.drift.addmm_((y - x).T, x)
+        self.drift = None if y is None else self.drift
         if self.square.dim() == 1:
             self.square += x.square().sum(0)
             return
-        for begin in range(0, len(self.square), _ROWS_OF_SUMS):
-            rows, rest = slice(begin, begin + _ROWS_OF_SUMS), slice(begin, None)
-            self.square[rows, rest].addmm_(x[:, rows].T, x[:, rest])
+        by_input = x.T.contiguous()
+        add_products(self.square, by_input, by_input, triangle=True)
+        if self.drift is not None and y is not None:
+            difference = y - x if self.weight is None else outputs(y - x, self.weight)
+            add_products(self.drift, difference.T.contiguous(), by_input)
 
     def rotate(self, block: int) -> None:
         """Converts moments [k, k], in place, to those of inputs rotated in blocks; 0: no rotation."""
@@ -63,12 +68,16 @@ class Moments:
             self.square[rows, :first] = self.square[:first, rows].T
             square = self.square[rows, rows]
             square.copy_(square.triu() + square.triu(1).T)
-        for sums in (self.square,) if self.drift is None else (self.square, self.drift):
-            for view in (sums, sums.T):
-                for first in range(0, len(sums), _ROWS_OF_SUMS):
-                    rows = slice(first, first + _ROWS_OF_SUMS)
-                    view[rows] = rotate(view[rows], block)
+        matrix = rotate(torch.eye(block), block)
+        views = [self.square, self.square.T]
+        if self.drift is not None:
+            views += [self.drift] if self.weight is not None else [self.drift, self.drift.T]
+        for view in views:
+            for first in range(0, len(view), _ROWS_OF_SUMS):
+                rows = slice(first, first + _ROWS_OF_SUMS)
+                view[rows] = (view[rows].unflatten(1, (-1, block)) @ matrix).flatten(1)
         self.held = [(rotate(x, block), rotate(y, block)) for x, y in self.held]
+        self.weight = None if self.weight is None else rotate_weight(self.weight, block)
 
     def importance(self) -> Tensor:
         """The mean square of each input, float32 [k], plus a small constant for unused inputs."""
@@ -77,23 +86,28 @@ class Moments:
         return mean + 1e-4 * mean.mean()
 
 
+def finite(values: Tensor) -> bool:
+    """Whether all values are finite, in one pass."""
+    return not values.numel() or all(bool(torch.isfinite(end)) for end in values.aminmax())
+
+
 def _check(moments: Moments) -> None:
     if moments.square.dim() != 2:
         raise ValueError(f"the moments have shape {list(moments.square.shape)}; expected [k, k]")
-    if not bool(torch.isfinite(moments.square).all()):
+    if not finite(moments.square):
         raise ValueError("the inputs of the layer have NaN or infinite values; expected finite activations")
-    if moments.drift is not None and not bool(torch.isfinite(moments.drift).all()):
+    if moments.drift is not None and not finite(moments.drift):
         raise ValueError("the inputs of the layer in the float model have NaN or infinite values; expected finite ones")
     if moments.tokens < 1:
         raise ValueError("the layer saw no tokens; expected at least one")
 
 
-def _damped(square: Tensor, damping: float) -> Tensor:
-    """float64 [k, k] plus ``damping`` times the mean of its diagonal, so that it is positive definite.
+def _damped(square: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
+    """[k, k] in a dtype, plus ``damping`` times the mean of its diagonal, so that it is positive definite.
 
     Only the upper triangle of ``square`` is read.
     """
-    result = (square.triu() + square.triu(1).T).double()
+    result = (square.triu() + square.triu(1).T).to(dtype)
     mean = float(result.diagonal().mean())
     result.diagonal().add_(damping * mean if mean > 0 else 1.0)
     return result
@@ -101,10 +115,7 @@ def _damped(square: Tensor, damping: float) -> Tensor:
 
 def _root(square: Tensor) -> Tensor:
     """The upper triangular V, float32, with V V^T = ``square``."""
-    try:
-        return torch.linalg.cholesky(square.flip(0, 1)).flip(0, 1).float()
-    except torch.linalg.LinAlgError as error:
-        raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
+    return torch.linalg.cholesky(square.flip(0, 1)).flip(0, 1).float()
 
 
 def _inverse_of_upper(matrix: Tensor) -> Tensor:
@@ -116,7 +127,8 @@ def _inverse_of_upper(matrix: Tensor) -> Tensor:
     result = torch.zeros_like(matrix)
     for half in (first, second):
         result[half, half] = _inverse_of_upper(matrix[half, half])
-    result[first, second] = -(result[first, first] @ matrix[first, second]) @ result[second, second]
+    turned = outputs(matrix[first, second].T.contiguous(), result[first, first].contiguous())  # [second, first]
+    result[first, second] = -outputs(turned.T.contiguous(), result[second, second].T.contiguous())
     return result
 
 
@@ -126,22 +138,28 @@ class Solver:
     Args:
         moments: the moments of the inputs, without the held-out ones.
         damping, by_importance: as for :func:`gptq`.
+        quick: compute in float32 if its precision allows, which is enough for :func:`best_correction`.
 
     Raises:
         ValueError: as :func:`gptq`.
     """
 
-    def __init__(self, moments: Moments, damping: float = 0.01, by_importance: bool = False):
+    def __init__(self, moments: Moments, damping: float = 0.01, by_importance: bool = False, quick: bool = False):
         _check(moments)
         k = len(moments.square)
         self.importance, self.tokens, self.by_importance = moments.importance(), moments.tokens, by_importance
-        square = _damped(moments.square, damping)
-        self.square, self.drift = square.float(), moments.drift
+        square = _damped(moments.square, damping, torch.float32 if quick else torch.float64)
+        self.square, self.drift, self.weighted = square.float(), moments.drift, moments.weight is not None
         diagonal = square.diagonal()
         self.order = torch.argsort(diagonal, descending=True, stable=True) if by_importance else torch.arange(k)
         if by_importance:
             square = square[self.order][:, self.order]
-        self.root = _root(square)
+        try:
+            self.root = _root(square)
+        except torch.linalg.LinAlgError as error:
+            if not quick:
+                raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
+            self.root = _root(square.double())
         # Cost of an error of an input after later inputs have compensated for it.
         self.costs = self.root.diagonal().square()
 
@@ -154,23 +172,30 @@ class Solver:
         """The config with its table of levels fitted to a whole matrix, if it says "fit"."""
         return with_table(config, weight, self.importance)
 
-    def shift(self, weight: Tensor) -> Tensor:
-        """The change of rows [n, k], float32, that brings outputs closest to the float model's in the least-squares sense."""
+    def shift(self, weight: Tensor, rows: slice = slice(None)) -> Tensor:
+        """The change of a weight, float32, that brings outputs closest to the float model's in the least-squares sense.
+
+        Args:
+            weight: [n, k], or some rows of it.
+            rows: which rows they are.
+        """
         if self.drift is None:
             return torch.zeros_like(weight, dtype=torch.float32)
-        toward = (weight.float() @ self.drift)[:, self.order].T
+        toward = (self.drift[rows] if self.weighted else weight.float() @ self.drift)[:, self.order].T
         half = torch.linalg.solve_triangular(self.root, toward, upper=True)
         moved = torch.linalg.solve_triangular(self.root.T, half, upper=False).T
         return moved[:, self.order.argsort()]
 
-    def quantize(self, weight: Tensor, config: MatrixConfig, correction: float, sweeps: int = SWEEPS) -> Quantized:
-        """Quantizes rows of a matrix, float32 [n, k], as :func:`gptq`."""
+    def quantize(
+        self, weight: Tensor, config: MatrixConfig, correction: float, sweeps: int = SWEEPS, rows: slice = slice(None)
+    ) -> Quantized:
+        """Quantizes a matrix, float32 [n, k], as :func:`gptq`, or some rows of it; ``rows`` tells which."""
         config = self.table(weight, config)
         if weight.shape[1] != len(self.root):
             raise ValueError(f"the moments are of {len(self.root)} inputs; expected {weight.shape[1]}")
         wanted = weight.float()
         if correction and self.drift is not None:
-            wanted = torch.add(wanted, self.shift(weight), alpha=correction)
+            wanted = torch.add(wanted, self.shift(weight, rows), alpha=correction)
         result = self._in_order(wanted, config)
         if not sweeps or config.bits > _DESCENT_BITS or self.tokens < _DESCENT_TOKENS * len(self.root):
             return result
@@ -229,7 +254,7 @@ class Solver:
     def _compensate(self, work: Tensor, errors: Tensor, run: slice, rest: slice) -> None:
         """Compensates in the inputs of ``rest`` for the errors [inputs, n] of the inputs of ``run``."""
         if rest.start < rest.stop:
-            work[rest].addmm_(self.factor[run, rest].T, errors, alpha=-1.0)
+            work[rest] -= outputs(self.factor[run, rest].T.contiguous(), errors.T.contiguous())
 
 
 def gptq(
@@ -241,6 +266,7 @@ def gptq(
     correction: float = 1.0,
     by_importance: bool = False,
     sweeps: int = SWEEPS,
+    rows: slice = slice(None),
 ) -> Quantized:
     """Quantizes a matrix so that the layer's outputs on the calibration text change little.
 
@@ -264,11 +290,12 @@ def gptq(
         by_importance: round the inputs with the largest mean square first (act-order). Groups are still consecutive inputs,
             so their scales are chosen before the first code.
         sweeps: number of sweeps of the descent; 0: none.
+        rows: which rows of the matrix ``weight`` has, for moments with a weight.
 
     Raises:
         ValueError: moments have another shape, are not finite, or have no tokens.
     """
-    return Solver(moments, damping, by_importance).quantize(weight, config, correction, sweeps)
+    return Solver(moments, damping, by_importance).quantize(weight, config, correction, sweeps, rows)
 
 
 def best_correction(solver: Solver, weight: Tensor, held: list[tuple[Tensor, Tensor]]) -> float:
@@ -280,8 +307,9 @@ def best_correction(solver: Solver, weight: Tensor, held: list[tuple[Tensor, Ten
         weight: [n, k].
         held: inputs (x, y) in the quantized and in the float model, float32 [tokens, k].
     """
-    rows = weight[:: -(-len(weight) // _TRIAL_ROWS)].float()
-    shift = solver.shift(rows)
+    some = slice(None, None, -(-len(weight) // _TRIAL_ROWS))
+    rows = weight[some].float()
+    shift = solver.shift(rows, some)
     gained = squares = 0.0
     for x, y in held:
         change = x @ shift.T

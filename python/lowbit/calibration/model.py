@@ -22,6 +22,7 @@ from .capture import Recorded, StopRun, blocks_of, inputs_of, slow_paths
 from .collect import add_to, rows_of
 from .data import Sample, batches
 from .distilling import Teacher, distilled
+from .float_products import FloatLinears
 from .gptq_solver import Moments
 from .grid import MatrixConfig
 from .learning import put_weights
@@ -93,7 +94,7 @@ def evaluating(model: Any) -> Iterator[None]:
         for config in configs:
             config.use_cache = False
         model.eval()
-        with torch.no_grad(), slow_paths():
+        with torch.no_grad(), slow_paths(), FloatLinears():
             yield
     finally:
         for config, before in zip(configs, settings, strict=True):
@@ -178,7 +179,7 @@ class _Run:
         # At 1 bit GPTQ makes tables worse.
         by_gptq = {name for name, config in plan.tables.items() if config.bits > 1 and name not in kept}
         table_moments = moments_of_tables(model, sample.batches, () if self.method == "importance" else by_gptq)
-        originals, moments = self._first_pass([name for name in plan.early if name not in kept])
+        originals, moments, skippable = self._first_pass([name for name in plan.early if name not in kept])
         for names in plan.shared:
             packer.pack_shared(names, moments)
         packer.pack_tables(plan.tables, table_moments)
@@ -192,7 +193,7 @@ class _Run:
             tuner = Tuner(packer, sample, self.tables, self.fitting)
         for name in plan.lists:
             if name in originals:
-                quantize_blocks(model, name, originals.pop(name), plan.in_blocks, packer, sample, tuner)
+                quantize_blocks(model, name, originals.pop(name), plan.in_blocks, packer, sample, tuner, name in skippable)
         quantize_rest(model, plan.in_blocks, packer, sample)
         packer.pack_experts(model, "", partial(sample.run, model))
         if teacher is not None:
@@ -203,17 +204,19 @@ class _Run:
     def _is_embedding(self, name: str) -> bool:
         return isinstance(self.configs[name], EmbeddingConfig)
 
-    def _first_pass(self, early: list[str]) -> tuple[dict[str, list[Recorded]], dict[str, Moments]]:
+    def _first_pass(self, early: list[str]) -> tuple[dict[str, list[Recorded]], dict[str, Moments], set[str]]:
         """Runs the float model once over the text.
 
         Returns:
-            For each list of blocks, how its blocks are called in each batch; and the moments of the inputs of ``early``.
+            For each list of blocks, how its blocks are called in each batch; the moments of the inputs of ``early``; and the
+            lists whose blocks have the same arguments if they do not compute.
         """
         model, lists = self.model, self.plan.lists
         blocks = {name: list(model.get_submodule(name)) for name in lists}
         recordings: dict[str, list[Recorded]] = {name: [] for name in lists}
         moments: dict[str, Moments] = {}
         layers = {name: model.get_submodule(name) for name in early}
+        skippable: set[str] = set()
         for batch, mask in zip(self.sample.batches, self.sample.masks, strict=True) if lists or layers else ():
             missing = set(layers)
             running: dict[str, Recorded] = {}
@@ -236,7 +239,9 @@ class _Run:
             with ExitStack() as stack:
                 stack.enter_context(inputs_of(layers, take))
                 for name in lists:
-                    running[name] = stack.enter_context(blocks_of(blocks[name], stop_after=lists == [name] and not layers))
+                    alone = lists == [name] and not layers  # nothing else is needed from the run
+                    recorder = blocks_of(blocks[name], stop_after=alone, skips=alone and name in skippable)
+                    running[name] = stack.enter_context(recorder)
                 with suppress(StopRun):
                     model(**batch)
             for name in list(recordings):
@@ -244,7 +249,18 @@ class _Run:
                 # If something runs between blocks, they are quantized by runs of the whole model.
                 if not running[name].chained:
                     del recordings[name]
-        return recordings, moments
+                elif len(recordings[name]) == 1 and self._skippable(name, running[name]):
+                    skippable.add(name)
+        return recordings, moments, skippable
+
+    def _skippable(self, name: str, recorded: Recorded) -> bool:
+        """Whether the arguments of the float blocks in the first batch are those of a run in which no block computes."""
+        if not recorded.plain:
+            return False
+        # The rest of the model may fail with such hidden states, for example if blocks change their shape.
+        with blocks_of(list(self.model.get_submodule(name)), stop_after=True, skips=True) as skipped, suppress(Exception):
+            self.sample.run(self.model, 0)
+        return skipped.chained and skipped.same_arguments(recorded)
 
     def _distil(self, teacher: Teacher) -> None:
         """Fits the scales of all layers to the float model's answers, and stores all layers at once."""

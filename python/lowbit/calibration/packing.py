@@ -24,7 +24,7 @@ from .collect import add_to
 from .data import Sample
 from .expert_inputs import holders_in, inputs_of_expert, routed, weight_of
 from .gptq_solver import Moments, Solver
-from .grid import MatrixConfig, with_table
+from .grid import MatrixConfig, Quantized, with_table
 from .result import Calibration
 from .tables import DAMPING
 
@@ -223,9 +223,11 @@ class Packer:
                 of_table.rotate(config.rotated_inputs(weight.shape[1]))
                 solver = Solver(of_table, DAMPING)
                 config = with_table(config, weight, solver.importance)
-                packed = packed_in_bands(
-                    weight, config, partial(solver.quantize, config=config, correction=0.0, sweeps=0), None
-                )
+
+                def quantize(weight: Tensor, _: slice, solver: Solver = solver, config: MatrixConfig = config) -> Quantized:
+                    return solver.quantize(weight, config, correction=0.0, sweeps=0)
+
+                packed = packed_in_bands(weight, config, quantize, None)
                 packed = self._keep(name, "gptq", packed)
             else:
                 to_nearest[name] = config

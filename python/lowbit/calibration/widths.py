@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from glob import escape
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ..layers.patterns import Patterns
 from ..levels import FIT
 from ..packed.rotation import rotate_back, rotate_weight
 from ..packed.rounding import EmbeddingConfig, LinearConfig
-from .capture import MeanSquares, inputs_of, removed_after
+from .capture import MeanSquares, answering, inputs_of, removed_after
 from .collect import rows_of
 from .data import Inputs, mask_of, rows_in_parts, tokens_of
 from .expert_inputs import mean_squares
@@ -302,22 +303,13 @@ class _Runs:
         for batch, recorded in zip(self.batches, self.recorded, strict=True):
             with ExitStack() as stack:
                 for block in skipped:
-                    stack.enter_context(_answering(block, recorded[block]))
+                    stack.enter_context(answering(block, partial(_returned, recorded[block])))
                 parts.append(_output(self.model, batch)[0])
         return torch.cat(parts)
 
 
-@contextmanager
-def _answering(block: torch.nn.Module, output: Any) -> Iterator[None]:
-    """A context in which a block does not compute, but returns an output."""
-    own = vars(block).get("forward")  # of the module instead of its class, as accelerate sets it
-    block.forward = lambda *_, **__: output
-    try:
-        yield
-    finally:
-        del block.forward
-        if own is not None:
-            block.forward = own
+def _returned(output: Any, *_: Any, **__: Any) -> Any:
+    return output
 
 
 def _output(model: torch.nn.Module, batch: Inputs) -> tuple[Tensor, bool]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 LEAST, MOST = 16, 64  # block sizes, in inputs; larger blocks gain nothing (docs/measurements/quality.md)
+_BLOCKS = 1024  # that fit into a cache
 _SIGNS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)  # kRotationSigns of kernels/ukernel.h
 
 
@@ -26,13 +27,21 @@ def _factors(block: int) -> Tensor:
 
 def _hadamard(x: Tensor, block: int) -> Tensor:
     """Multiplies each block of the last dimension by the Hadamard matrix, summing in the kernels' order."""
-    shape = x.shape
-    half = 1
+    blocks = x.reshape(-1, block)
+    if blocks.requires_grad or torch.compiler.is_compiling():
+        return _of_blocks(blocks).view(x.shape)
+    return torch.cat([_of_blocks(part) for part in blocks.split(_BLOCKS)]).view(x.shape)
+
+
+def _of_blocks(blocks: Tensor) -> Tensor:
+    """The same for [blocks, block]."""
+    count, block = blocks.shape
+    x, half = blocks.T.contiguous(), 1
     while half < block:
-        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
-        x = torch.stack((a + b, a - b), -2).view(shape)
+        a, b = x.view(block // (2 * half), 2, half, count).unbind(1)
+        x = torch.stack((a + b, a - b), 1).view(block, count)
         half *= 2
-    return x
+    return x.T.contiguous()
 
 
 def rotate(x: Tensor, block: int) -> Tensor:

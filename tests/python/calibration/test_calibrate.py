@@ -5,6 +5,7 @@ import pytest
 import torch
 from lowbit import LinearConfig
 from lowbit.calibration import bands
+from lowbit.calibration.collect import add_to
 from lowbit.calibration.descent import SWEEPS, descend
 from lowbit.calibration.gptq_solver import Moments, Solver, best_correction, gptq
 from lowbit.calibration.grid import Quantized, levels_near, nearest, stored, table_in, with_table
@@ -279,6 +280,34 @@ def test_the_correction_is_chosen_by_other_tokens():
     assert best_correction(Solver(moments_of(y, y)), weight, [(y, y)]) == 0.0  # no drift at all
 
 
+@pytest.mark.parametrize("block", [0, 64])
+def test_a_drift_times_the_weight_gives_the_same_correction(block):
+    """Of a layer with fewer outputs than inputs, whole and in bands, with held-out tokens, also for rotated inputs."""
+    y = correlated(128)
+    x = y + 0.3 * torch.roll(y, 1, 1)
+    config, weight = LinearConfig(4, 32, rotate=block > 0), weights(48, 128)
+    found = {}
+    for name, known in (("whole", None), ("projected", weight)):
+        moments: dict[str, Moments] = {}
+        for part in (slice(0, 150), slice(150, None)):
+            add_to(moments, "x", x[part], y[part], diagonal=False, held=0.25, weight=known)
+        sums = moments["x"]
+        assert sums.drift.shape == ((128, 128) if known is None else (48, 128))
+        sums.rotate(block)
+        rounded, solver = config.as_rounded(weight), Solver(sums)
+        correction = best_correction(solver, rounded, sums.held)
+        sums.join()
+        solver = Solver(sums)
+        bands = torch.cat([solver.shift(rounded[rows], rows) for rows in (slice(0, 30), slice(30, 48))])
+        assert torch.equal(bands, solver.shift(rounded))
+        assert torch.equal(
+            gptq(rounded[30:], sums, config, rows=slice(30, 48)).dequantize(), gptq(rounded, sums, config).dequantize()[30:]
+        )
+        found[name] = correction, bands
+    assert 0.5 < found["whole"][0] <= 1.0 and abs(found["whole"][0] - found["projected"][0]) < 1e-3
+    torch.testing.assert_close(found["projected"][1], found["whole"][1], rtol=1e-3, atol=1e-4)
+
+
 def test_factors_are_those_of_the_papers():
     """More inputs than rows in a block. Values below the diagonal of the squares are not read."""
     y = correlated(600)
@@ -378,11 +407,12 @@ def test_bands_of_a_matrix_have_one_table(monkeypatch):
     weight, moments = weights(70, 96), moments_of(correlated(96))
     config, bias = with_table(LinearConfig(3, 32, levels="fit"), weight, moments.importance()), weights(1, 70)[0]
     solver = Solver(moments)
-    whole = bands.packed_in_bands(weight, config, lambda rows: solver.quantize(rows, config, 1.0), bias)
+    whole = bands.packed_in_bands(weight, config, lambda rows, _: solver.quantize(rows, config, 1.0), bias)
     monkeypatch.setattr(bands, "_BAND_WEIGHTS", 32 * 96)
     seen = []
 
-    def quantize(rows: Tensor) -> Quantized:
+    def quantize(rows: Tensor, band: slice) -> Quantized:
+        assert torch.equal(rows, weight[band])
         seen.append(len(rows))
         return solver.quantize(rows, config, 1.0)
 

@@ -15,14 +15,18 @@ from torch import nn
 pytestmark = pytest.mark.more
 
 
+class State:
+    """An argument whose state is unknown."""
+
+
 def test_inputs_come_from_the_quantized_blocks_before(monkeypatch):
     """The moments of the last block come from its inputs in the model whose earlier blocks are already quantized."""
     model, data = llama(tied=False), tokens(4)
     seen = []
 
     class Spy(choice.Solver):
-        def __init__(self, moments):
-            super().__init__(moments)
+        def __init__(self, moments, **options):
+            super().__init__(moments, **options)
             if not moments.held:
                 seen.append(moments)
 
@@ -62,6 +66,34 @@ def test_a_float_block_runs_once(monkeypatch):
     (kept, few), (again, many) = found
     assert kept.keys() == again.keys() and all(torch.equal(kept[name], again[name]) for name in kept)
     assert few < many / 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_arguments_are_recorded_without_running_the_blocks(monkeypatch, tied):
+    """If they do not depend on what the blocks compute, with the same bits."""
+    model, data, found = llama(tied=tied), tokens(4) + tokens(4, seed=1), []
+    forward = type(model.model.layers[0]).forward
+    for skips in (True, False):
+        changed, runs = copy.deepcopy(model), []
+
+        def count(self, *args, runs=runs, **kwargs):
+            runs.append(1)
+            return forward(self, *args, **kwargs)
+
+        def state(self, args, kwargs):
+            return args, {**kwargs, "state": State()}
+
+        if not skips:  # an argument that may change from block to block
+            for block in changed.model.layers:
+                block.register_forward_pre_hook(state, with_kwargs=True, prepend=True)
+        monkeypatch.setattr(type(model.model.layers[0]), "forward", count)
+        calibrate(changed, data, {"*": LinearConfig(3), "model.embed_tokens": EmbeddingConfig(3)}, "gptq")
+        found.append((buffers(changed), sum(runs)))
+    (skipped, few), (again, many) = found
+    assert skipped.keys() == again.keys() and all(torch.equal(skipped[name], again[name]) for name in skipped)
+    # All blocks but the last: for the quantized model's arguments, and from the second batch on for the float model's, unless
+    # a head needs the outputs.
+    assert many - few == 2 * len(data) + (0 if tied else 2 * (len(data) - 1))
 
 
 def test_tied_head_and_embedding_stay_one():
