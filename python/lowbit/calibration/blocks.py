@@ -114,9 +114,9 @@ def quantize_blocks(
     """
     blocks = list(model.get_submodule(name))
     recordings = []
-    for batch in sample.batches:
+    for i in range(len(sample.batches)):
         with blocks_of(blocks, stop_after=True, skips=skips) as recorded, suppress(StopRun):
-            model(**batch)
+            sample.run(model, i)
         recordings.append(recorded)
     hidden, float_hidden = [one.first for one in recordings], [one.first for one in originals]
     for one in (*recordings, *originals):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .float_products import FloatLinears
+
 
 class StopRun(Exception):
     """Ends a run of a model early, once everything is recorded."""
@@ -78,9 +80,10 @@ class BlockCall:
 
     def run(self, block: torch.nn.Module, hidden: Tensor | None) -> Tensor:
         """Calls a block with other hidden states; returns its hidden states."""
-        if self.named:
-            return hidden_of(block(*self.args, **{**self.kwargs, "hidden_states": hidden}))
-        return hidden_of(block(hidden, *self.args, **self.kwargs))
+        with FloatLinears():
+            if self.named:
+                return hidden_of(block(*self.args, **{**self.kwargs, "hidden_states": hidden}))
+            return hidden_of(block(hidden, *self.args, **self.kwargs))
 
 
 def last_hidden_of(output: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..hf.decoding import position_limit
+from .float_products import FloatLinears
 
 Inputs = dict[str, Any]
 
@@ -46,7 +47,8 @@ class Sample:
 
     def run(self, model: torch.nn.Module, i: int) -> Any:
         """The model's output for batch i."""
-        return model(**self.batches[i])
+        with FloatLinears():
+            return model(**self.batches[i])
 
 
 def batches(model: Any, data: Iterable[Any], tokenizer: Any, window: int, most: int = MOST_TOKENS) -> tuple[list[Inputs], int]:

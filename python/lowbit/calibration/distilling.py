@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, normalize
+from torch.nn.functional import normalize
 
 from .capture import StopRun, last_hidden_of, removed_after
 from .data import Inputs, rows_in_parts, tokens_of
+from .float_products import FloatLinears, outputs
 from .learning import adam_steps, learned_weights
 
 STEPS = 120  # smallest number of steps; each is a batch of the text
@@ -40,7 +41,8 @@ class Teacher:
     def _answer(self, model: torch.nn.Module, batch: Inputs) -> tuple[Tensor, Tensor]:
         """Input and output of the head; for a model without a head, the last hidden states twice."""
         if self.head is None:
-            states = last_hidden_of(model(**batch))
+            with FloatLinears():
+                states = last_hidden_of(model(**batch))
             states = states if isinstance(states, Tensor) else states[0]
             return states, states
         seen: list[tuple[Tensor, Tensor]] = []
@@ -49,7 +51,8 @@ class Teacher:
             seen.append((args[0], output))
             raise StopRun  # the rest is the same for both models
 
-        with removed_after([model.get_output_embeddings().register_forward_hook(take)]), suppress(StopRun):
+        hooks = [model.get_output_embeddings().register_forward_hook(take)]
+        with removed_after(hooks), FloatLinears(), suppress(StopRun):
             model(**batch)
         return seen[0]
 
@@ -66,7 +69,7 @@ class Teacher:
         used = mask != 0
         if self.head is not None:
             bias = None if self.head.bias is None else self.head.bias.detach()
-            logits = linear(expected[used], self.head.weight.detach(), bias).float().log_softmax(-1)
+            logits = outputs(expected[used], self.head.weight.detach(), bias).float().log_softmax(-1)
             return (logits.exp() * (logits - answers[used].log_softmax(-1))).sum(-1).mean()
         expected = expected.float()
         error = (answers[used] - expected[used]).square().sum() / expected[used].square().sum().clamp(min=1e-20)

@@ -31,13 +31,37 @@ def _by_onednn() -> bool:
 def _usable(x: Tensor, weight: Tensor) -> bool:
     # oneDNN is very slow for other strides.
     matrices = all(each.dtype == torch.float32 and each.is_cpu and each.is_contiguous() for each in (x, weight))
-    enough = x.dim() > 1 and weight.dim() == 2 and weight.numel() > 0 and x.numel() >= _FEW * weight.shape[1]
-    return matrices and enough and not torch.is_grad_enabled()
+    return matrices and x.dim() > 1 and weight.dim() == 2 and weight.numel() > 0 and x.numel() >= _FEW * weight.shape[1]
+
+
+class _Outputs(torch.autograd.Function):
+    """:func:`outputs` with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return outputs(x, weight, bias)  # without gradients, as all of a forward
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, len(weight))
+        to_x = to_weight = to_bias = None
+        if ctx.needs_input_grad[0]:
+            to_x = outputs(grad.contiguous(), weight.T.contiguous()).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            to_weight = outputs(grad.T.contiguous(), x.reshape(-1, x.shape[-1]).T.contiguous())
+        if ctx.needs_input_grad[2]:
+            to_bias = grad.sum(0)
+        return to_x, to_weight, to_bias
 
 
 def outputs(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same as :func:`torch.nn.functional.linear`, but for the order of the sums: x [..., k], weight [n, k] -> [..., n]."""
     if _by_onednn() and _usable(x, weight):
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
+            differentiable: Tensor = _Outputs.apply(x, weight, bias)
+            return differentiable
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return result
     return linear(x, weight, bias)

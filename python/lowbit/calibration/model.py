@@ -22,7 +22,6 @@ from .capture import Recorded, StopRun, blocks_of, inputs_of, slow_paths
 from .collect import add_to, rows_of
 from .data import Sample, batches
 from .distilling import Teacher, distilled
-from .float_products import FloatLinears
 from .gptq_solver import Moments
 from .grid import MatrixConfig
 from .learning import put_weights
@@ -94,7 +93,7 @@ def evaluating(model: Any) -> Iterator[None]:
         for config in configs:
             config.use_cache = False
         model.eval()
-        with torch.no_grad(), slow_paths(), FloatLinears():
+        with torch.no_grad(), slow_paths():
             yield
     finally:
         for config, before in zip(configs, settings, strict=True):
@@ -217,7 +216,7 @@ class _Run:
         moments: dict[str, Moments] = {}
         layers = {name: model.get_submodule(name) for name in early}
         skippable: set[str] = set()
-        for batch, mask in zip(self.sample.batches, self.sample.masks, strict=True) if lists or layers else ():
+        for i, mask in enumerate(self.sample.masks if lists or layers else ()):
             missing = set(layers)
             running: dict[str, Recorded] = {}
 
@@ -243,7 +242,7 @@ class _Run:
                     recorder = blocks_of(blocks[name], stop_after=alone, skips=alone and name in skippable)
                     running[name] = stack.enter_context(recorder)
                 with suppress(StopRun):
-                    model(**batch)
+                    self.sample.run(model, i)
             for name in list(recordings):
                 recordings[name].append(running[name])
                 # If something runs between blocks, they are quantized by runs of the whole model.

@@ -20,10 +20,11 @@ from ..layers.patterns import Patterns
 from ..levels import FIT
 from ..packed.rotation import rotate_back, rotate_weight
 from ..packed.rounding import EmbeddingConfig, LinearConfig
-from .capture import MeanSquares, answering, inputs_of, removed_after
+from .capture import MeanSquares, StopRun, answering, inputs_of, removed_after
 from .collect import rows_of
 from .data import Inputs, mask_of, rows_in_parts, tokens_of
 from .expert_inputs import mean_squares
+from .float_products import FloatLinears
 from .grid import MatrixConfig, with_table
 from .importance import search
 from .selection import check, lists_of_blocks, select
@@ -144,6 +145,7 @@ def measure_losses(
     expected, predictions = runs.expected, runs.predictions
     if not bool(torch.isfinite(expected).all()):
         raise ValueError("the outputs of the model have NaN or infinite values on the calibration text")
+    probabilities = expected.exp() if predictions else None
     for done, item in enumerate(items):
         if progress is not None:
             progress(done, len(items))
@@ -154,7 +156,7 @@ def measure_losses(
         counts = next((importance[name] for name in item.layers if name in importance), None)
         reference = replace(item.config, bits=reference_bits, group_size=32, mapping="symmetric", levels=None)
         with _replaced_weight(layers, _rounded(weight, counts, reference)):
-            loss = _distance(runs.outputs(item.layers), expected, predictions)
+            loss = _distance(runs.outputs(item.layers), expected, probabilities)
         if predictions and not any(isinstance(layer, torch.nn.Embedding) for layer in layers):
             loss /= _OVERSTATED
         rows = weight[:: -(-len(weight) // _ROWS)].float()
@@ -229,11 +231,15 @@ def _importance(
     experts = {name: configs[name] for name, layer in layers.items() if isinstance(layer, Experts)}
     modules = {name: layer for name, layer in layers.items() if not isinstance(layer, Experts)}
     for batch in inputs:
+        missing = set(modules)
 
-        def take(name: str, x: Tensor, mask: Tensor | None = mask_of(batch)) -> None:
+        def take(name: str, x: Tensor, mask: Tensor | None = mask_of(batch), missing: set[str] = missing) -> None:
             squares.add(name, rows_of(x, mask))
+            missing.discard(name)
+            if not missing:
+                raise StopRun  # the head's logits, for example, are not needed
 
-        with inputs_of(modules, take):
+        with inputs_of(modules, take), FloatLinears(), suppress(StopRun):
             model(**batch)
     means = squares.means()
     if experts:
@@ -314,7 +320,8 @@ def _returned(output: Any, *_: Any, **__: Any) -> Any:
 
 def _output(model: torch.nn.Module, batch: Inputs) -> tuple[Tensor, bool]:
     """Log-probabilities, float32 [tokens, vocabulary], and True; or hidden states [tokens, features], and False."""
-    output = model(**batch)
+    with FloatLinears():
+        output = model(**batch)
     logits = getattr(output, "logits", None)
     if logits is not None and logits.dim() == 3:
         return rows_of(logits.flatten(0, 1).float().log_softmax(1), mask_of(batch)), True
@@ -322,11 +329,12 @@ def _output(model: torch.nn.Module, batch: Inputs) -> tuple[Tensor, bool]:
     return rows_of((output[0] if states is None else states).float(), mask_of(batch)), False
 
 
-def _distance(outputs: Tensor, expected: Tensor, predictions: bool) -> float:
-    """The loss of :func:`measure_losses` from two results of :class:`_Runs`."""
-    if predictions:
-        return float((expected.exp() * (expected - outputs)).sum(1).clamp(min=0).mean())
-    return float((outputs - expected).square().sum() / expected.square().sum())
+def _distance(outputs: Tensor, expected: Tensor, probabilities: Tensor | None) -> float:
+    """The loss of :func:`measure_losses` from two results of :class:`_Runs`; overwrites ``outputs``."""
+    difference = outputs.sub_(expected)
+    if probabilities is not None:
+        return float(-difference.mul_(probabilities).sum(1).clamp(max=0).mean())
+    return float(difference.square().sum() / expected.square().sum())
 
 
 def _rounded(weight: Tensor, importance: Tensor | None, config: MatrixConfig) -> Tensor:
