@@ -18,6 +18,7 @@ from .learning import adam_steps, learned_weights
 
 STEPS = 120  # smallest number of steps; each is a batch of the text
 RATE = 0.004  # peak learning rate of Adam, with warmup and decay to zero
+_FACTOR, _SLOWER = 4, 2  # if the first pass over the text makes the model worse, the rate is divided by 4, at most twice
 _LOGITS = 1 << 27  # number of logits computed at a time
 _WARM = 10  # warmup steps
 _POOLED = 1.0  # weight of the loss of means over a text's tokens, relative to that of tokens
@@ -103,7 +104,8 @@ def distilled(
         held_out: indices of the held-out batches.
         tables: layers whose tables of levels are learned.
         steps: smallest number of steps, each a part of a batch. None: 120.
-        rate: peak learning rate of Adam. None: 0.004.
+        rate: peak learning rate of Adam. None: 0.004. If the first pass over the text makes the held-out error larger, training
+            starts again with a quarter of it, at most twice.
         progress: called as ``progress(step, steps)``.
 
     Returns:
@@ -121,13 +123,26 @@ def distilled(
 
     def fit(parameters: list[torch.nn.Parameter]) -> None:
         """Leaves the parameters as after the pass over the text with the least held-out error."""
-        least, best = math.inf, [parameter.detach().clone() for parameter in parameters]
-        for done, total in adam_steps(lambda i: teacher.loss(model, i), epoch, parameters, steps or STEPS, rate or RATE, _warm):
-            if progress is not None:
-                progress(done, total)
-            if done % len(learned) == 0 and (loss := error()) < least:  # false for NaN
-                least, best = loss, [parameter.detach().clone() for parameter in parameters]
-        for parameter, value in zip(parameters, best, strict=True):
+        first = [parameter.detach().clone() for parameter in parameters]
+        least, best = error(), first
+        for slower in range(_SLOWER + 1):
+            put(parameters, first)
+            peak = (rate or RATE) / _FACTOR**slower
+            for done, total in adam_steps(lambda i: teacher.loss(model, i), epoch, parameters, steps or STEPS, peak, _warm):
+                if progress is not None:
+                    progress(done, total)
+                if done % len(learned):
+                    continue
+                if (loss := error()) < least:  # false for NaN
+                    least, best = loss, [parameter.detach().clone() for parameter in parameters]
+                elif best is first and slower < _SLOWER:
+                    break  # too fast for this model
+            if best is not first:
+                break
+        put(parameters, best)
+
+    def put(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
             parameter.data.copy_(value)
 
     return learned_weights(model, sorted(names), tables, fit, error)

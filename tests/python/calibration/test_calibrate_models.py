@@ -9,7 +9,7 @@ import torch
 import transformers
 from calibration_models import SHARED, bert, buffers, errors, hidden, linears, llama, packed, tokens
 from lowbit import EmbeddingConfig, LinearConfig
-from lowbit.calibration import calibrate, widths
+from lowbit.calibration import calibrate, distilling, widths
 from lowbit.calibration import model as implementation
 from lowbit.calibration.tables import moments_of_tables
 from torch import nn
@@ -61,6 +61,31 @@ def test_all_scales_learned_together_are_better():
             assert set(result.methods.values()) == {method}
             found.append(float((hidden(changed, test) - wanted).square().sum() / wanted.square().sum()))
         assert found[1] < 0.97 * found[0], (make, found)
+
+
+def test_a_rate_that_is_too_high_is_lowered(monkeypatch):
+    """If the first pass over the text makes the held-out error larger; at most twice."""
+    model, test, rates, steps = llama(), tokens(seed=1), [], distilling.adam_steps
+    config = {"*": LinearConfig(2), "model.embed_tokens": EmbeddingConfig(2)}
+
+    def spied(loss, epoch, parameters, least, rate, schedule):
+        rates.append(rate)
+        return steps(loss, epoch, parameters, least, rate, schedule)
+
+    monkeypatch.setattr(distilling, "adam_steps", spied)
+    wanted, found = hidden(model, test), []
+    for rate in (0.004, 1.0, 64.0):
+        changed = copy.deepcopy(model)
+        result = implementation.run(
+            changed, tokens(12), config, "distilled", tokenizer=None, window=64, max_tokens=4096, progress=None,
+            options={"steps": 32, "rate": rate},
+        )  # fmt: skip
+        found.append(float((hidden(changed, test) - wanted).square().sum() / wanted.square().sum()))
+        methods = set(result.methods.values())
+        assert methods == ({"gptq"} if rate == 64.0 else {"distilled"})
+        assert rates == {0.004: [0.004], 1.0: [1.0, 0.25, 0.0625], 64.0: [64.0, 16.0, 4.0]}[rate]
+        rates.clear()
+    assert found[0] < found[2] and found[1] < found[2], found
 
 
 def test_layers_that_no_text_reaches_stay_float(monkeypatch):
