@@ -261,12 +261,27 @@ class _Run:
             self.sample.run(self.model, 0)
         return skipped.chained and skipped.same_arguments(recorded)
 
+    def _large_heads(self) -> set[str]:
+        """The names of a head with more rows than the text has tokens, and of its table.
+
+        Its scales would be fitted to few tokens each, for half of the time and memory, and gain nothing
+        (docs/measurements/quality.md, Learned scales).
+        """
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if not isinstance(head, nn.Linear) or head.info.out_features <= self.sample.tokens:
+            return set()
+        return {
+            name
+            for name in self.configs
+            if getattr(self.model.get_submodule(name), "packed_weight", None) is head.packed_weight
+        }
+
     def _distil(self, teacher: Teacher) -> None:
         """Fits the scales of all layers to the float model's answers, and stores all layers at once."""
         weights = distilled(
             self.model,
             teacher,
-            self.configs.keys(),
+            self.configs.keys() - self._large_heads(),
             self.sample.held_out,
             self.tables,
             progress=self.progress.step,

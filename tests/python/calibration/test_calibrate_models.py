@@ -88,6 +88,27 @@ def test_a_rate_that_is_too_high_is_lowered(monkeypatch):
     assert found[0] < found[2] and found[1] < found[2], found
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", [1100, 1200])  # the text has 1152 tokens
+def test_the_scales_of_a_large_head_are_not_learned(tied, rows):
+    """Nor those of its table; a table of its own is learned."""
+    model = llama(tied)
+    model.resize_token_embeddings(rows)
+    names = {"*": LinearConfig(2), "model.embed_tokens": EmbeddingConfig(2)}
+    found = []
+    for method in ("gptq", "distilled"):
+        changed = copy.deepcopy(model)
+        result = implementation.run(
+            changed, tokens(12), names, method, tokenizer=None, window=64, max_tokens=4096, progress=None,
+            options={"steps": 11, "rate": 0.004} if method == "distilled" else {},
+        )  # fmt: skip
+        found.append(buffers(changed))
+    same = {name for name in found[0] if torch.equal(found[0][name], found[1][name])}
+    large = {f"{name}.packed_weight" for name in (["lm_head", "model.embed_tokens"] if tied else ["lm_head"])}
+    assert same == (large if rows == 1200 else set())
+    assert [name for name, used in result.methods.items() if used == "gptq"] == (["lm_head"] if rows == 1200 else [])
+
+
 def test_layers_that_no_text_reaches_stay_float(monkeypatch):
     """Rows of an embedding table that do not occur in the text keep their values, and so do levels from the config."""
     model = llama(tied=False)
