@@ -26,13 +26,14 @@ from transformers import (
 
 HERE = Path(__file__).parent
 TINY = HERE.parents[1] / "examples" / "tiny_llama" / "model"
+PATIENCE = 3600  # seconds; only for hangs
 OPTIONS = {"bits": 4, "group_size": 32}
 # Parts of a fused layer with different widths of weights and activations, and a float layer among packed ones.
 MIXED = OPTIONS | {"overrides": [["*k_proj", {"bits": 8, "activation_bits": 16}], ["model.layers.0.mlp.down_proj", None]]}
 EXPERTS = OPTIONS | {"overrides": [["*experts.down_proj", {"bits": 6, "group_size": 16, "activation_bits": 16}]]}
 ENVIRONMENT = os.environ | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ENGINE_READY_TIMEOUT_S": str(PATIENCE),
 }  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def found(models, environment, tmp_path_factory) -> dict:
     command = [sys.executable, str(HERE / "generate.py"), str(output), json.dumps(arguments)]
     # One rank runs in this process, so users see its exceptions.
     one = environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    ended = subprocess.run(command, env=one, capture_output=True, text=True, timeout=900)
+    ended = subprocess.run(command, env=one, capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 0, ended.stderr[-5000:]
     return json.loads(output.read_text())
 
@@ -214,7 +215,7 @@ def test_the_server(models, environment, tmp_path):
     log = (tmp_path / "log").open("w+")
     server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + PATIENCE
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while True:
             try:
@@ -228,10 +229,10 @@ def test_the_server(models, environment, tmp_path):
             f"{url}/v1/completions", json.dumps(wish | {"return_token_ids": True}).encode(),
             {"Content-Type": "application/json"},
         )  # fmt: skip
-        answer = json.load(direct.open(request, timeout=300))
+        answer = json.load(direct.open(request, timeout=PATIENCE))
     finally:
         server.terminate()
-        server.wait(60)
+        server.wait(PATIENCE)
         log.close()
     assert answer["usage"]["completion_tokens"] == TOKENS
     assert answer["choices"][0]["token_ids"] == eager(models["tiny"])[0]
