@@ -323,9 +323,9 @@ def test_audio_files(tmp_path):
         load_audio(tmp_path / "missing.wav")
 
 
-def container(path, format, codec, layout="mono", frames=1, rate=SECOND, video=False):
+def container(path, format, codec, layout="mono", frames=1, rate=SECOND, video=False, options=None):
     """An FFmpeg file with frames of a tenth of a second of zeros."""
-    with av.open(path, "w", format=format) as made:
+    with av.open(path, "w", format=format, options=options) as made:
         if video:
             picture = made.add_stream("mpeg4", rate=10, width=32, height=32, pix_fmt="yuv420p")
         stream = made.add_stream(codec, rate=rate, layout=layout)
@@ -460,6 +460,30 @@ def test_a_recording_with_its_length_in_the_header_that_is_cut_off(tmp_path, rec
     path = container(tmp_path / "a", format, codec, frames=40)
     assert len(load_audio(path)) >= 4 * SECOND and not recwarn.list
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(UserWarning, match=r"a has [12]\.\d+ of the 4\.[012]\d seconds that its header announces"):
+        load_audio(path)
+
+
+@pytest.mark.parametrize(("format", "codec", "options"), [("adts", "aac", {}), ("mp3", "mp3", {"write_xing": "0"})])
+def test_frames_without_a_length_that_are_cut_off(tmp_path, recwarn, format, codec, options):
+    """The last frame tells, unless the cut is between two frames."""
+    path = container(tmp_path / "a", format, codec, frames=40, options=options)
+    whole = path.read_bytes()
+    for tag in (b"", b"TAG" + bytes(125)):
+        path.write_bytes(whole + tag)
+        assert len(load_audio(path)) >= 4 * SECOND and not recwarn.list
+    path.write_bytes(whole[:-1])
+    with pytest.warns(UserWarning, match=r"a ends with \d+ of the \d+ bytes of a frame: it is cut off or damaged"):
+        load_audio(path)
+
+
+def test_a_mark_behind_a_large_picture(tmp_path):
+    path = container(tmp_path / "a", "mp3", "mp3", frames=40)
+    data = path.read_bytes()
+    end = 10 + (data[8] << 7 | data[9])
+    assert data[:3] == b"ID3" and data[6:8] == bytes(2) and b"Info" in data[end : end + 100]
+    tag = b"ID3\x04\0\0\0\x06\0\0" + b"TXXX\0\x05\x7f\x76\0\0" + bytes((6 << 14) - 10)
+    path.write_bytes((tag + data[end:])[: len(tag) + (len(data) - end) // 2])
     with pytest.warns(UserWarning, match=r"a has [12]\.\d+ of the 4\.[012]\d seconds that its header announces"):
         load_audio(path)
 
