@@ -464,17 +464,21 @@ def test_a_recording_with_its_length_in_the_header_that_is_cut_off(tmp_path, rec
         load_audio(path)
 
 
-@pytest.mark.parametrize(("format", "codec", "options"), [("adts", "aac", {}), ("mp3", "mp3", {"write_xing": "0"})])
-def test_frames_without_a_length_that_are_cut_off(tmp_path, recwarn, format, codec, options):
-    """The last frame tells, unless the cut is between two frames."""
-    path = container(tmp_path / "a", format, codec, frames=40, options=options)
-    whole = path.read_bytes()
-    for tag in (b"", b"TAG" + bytes(125)):
-        path.write_bytes(whole + tag)
-        assert len(load_audio(path)) >= 4 * SECOND and not recwarn.list
-    path.write_bytes(whole[:-1])
-    with pytest.warns(UserWarning, match=r"a ends with \d+ of the \d+ bytes of a frame: it is cut off or damaged"):
-        load_audio(path)
+def test_frames_without_a_length_that_are_cut_off(tmp_path, recwarn):
+    """The last frame tells, unless the cut is between two frames. Half a frame of AAC cannot be decoded."""
+    for format, codec, options in (("mp3", "mp3", {"write_xing": "0"}), ("adts", "aac", {})):
+        path = container(tmp_path / "a", format, codec, frames=40, options=options)
+        whole = path.read_bytes()
+        for tag in (b"", b"TAG" + bytes(125)):
+            path.write_bytes(whole + tag)
+            assert len(load_audio(path)) >= 4 * SECOND and not recwarn.list
+        path.write_bytes(whole[:-1])
+        if format == "mp3":
+            with pytest.warns(UserWarning, match=r"a ends with \d+ of the \d+ bytes of a frame: it is cut off or damaged"):
+                load_audio(path)
+        else:
+            with pytest.raises(ValueError, match="a is not readable audio"):
+                load_audio(path)
 
 
 def test_a_mark_behind_a_large_picture(tmp_path):
