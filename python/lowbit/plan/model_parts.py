@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .recording import Unplannable
 
+_FREE = ("training", "use_cache")  # settings that the user of a plan reads in each call
 _version_of = Tensor._version.__get__  # takes a tenth of the time of a Python function
 
 
