@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from ..files.config_json import CONFIG
 from ..files.gguf_reader import read_gguf
+from ..hf.whole_config import whole_config
 from ..importing.gguf_models import ARCHITECTURES, gemmas_query_scale
 
 # model_type -> architecture.
@@ -39,7 +39,7 @@ def completed(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     if config.get("model_type") not in _WRITTEN or any(key not in config for key in _SIZES):
         return config  # refused by architecture_metadata
     try:
-        whole = import_module("transformers").AutoConfig.for_model(**config).to_dict()
+        whole = whole_config(config)
     except Exception as error:
         raise ValueError(f"{path} has a {CONFIG} that transformers refuses: {error}") from error
     found = {key: value for key, value in whole.items() if key not in config and not key.startswith("rope")}

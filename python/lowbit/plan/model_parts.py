@@ -38,7 +38,7 @@ def _settings(part: Any) -> list[str]:
         name
         for name, value in vars(part).items()
         if not name.startswith("_")
-        and name != "training"
+        and name not in _FREE
         and (isinstance(value, (int, float, str, NoneType)) or callable(value))
     ]
 

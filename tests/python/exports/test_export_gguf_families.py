@@ -189,8 +189,9 @@ def test_settings_that_are_missing_are_those_of_transformers(tmp_path):
     """Some differ from one model to another."""
     defaults = {
         "mistral": {"num_key_value_heads": 8}, "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-        "qwen3": {"head_dim": 128}, "gemma2": {"sliding_window": 4096, "query_pre_attn_scalar": 256}, "gemma": {"head_dim": 256},
-        "llama": {"num_key_value_heads": 4, "head_dim": 16, "rope_theta": 10000.0}, "gemma3_text": {"head_dim": 256},
+        "qwen3": {"head_dim": 128}, "gemma2": {"sliding_window": 4096, "query_pre_attn_scalar": 256},
+        "gemma": {"head_dim": 256}, "llama": {"num_key_value_heads": 4, "head_dim": 16, "rope_theta": 10000.0},
+        "gemma3_text": {"head_dim": 256},
     }  # fmt: skip
     for kind, expected in defaults.items():
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 99}

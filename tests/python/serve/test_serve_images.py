@@ -330,7 +330,7 @@ def test_command(tmp_path, monkeypatch):
 
 
 def test_the_command_with_an_adapter(tmp_path, monkeypatch):
-    """A limit for images is no mistake: the model takes images, and is served without them because of the adapter."""
+    """A limit for images is accepted: the model takes images, and is served without them because of the adapter."""
     served = []
     monkeypatch.setattr(run, "run", lambda models, *_, **settings: served.extend(models))
     save_image_model("gemma3", tmp_path / "gemma3")
