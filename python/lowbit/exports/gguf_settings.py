@@ -40,8 +40,8 @@ def completed(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         return config  # refused by architecture_metadata
     try:
         whole = whole_config(config)
-    except Exception as error:
-        raise ValueError(f"{path} has a {CONFIG} that transformers refuses: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} has a {CONFIG} that cannot be completed: {error}") from error
     found = {key: value for key, value in whole.items() if key not in config and not key.startswith("rope")}
     if "rope_theta" not in config | _rope(path, config) and not any(
         isinstance(part, dict) for part in _rope(path, config).values()

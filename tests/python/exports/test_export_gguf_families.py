@@ -209,7 +209,7 @@ def test_settings_that_are_missing_are_those_of_transformers(tmp_path):
     assert completed(tmp_path, config) == config  # refused by architecture_metadata
     with pytest.raises(ValueError, match="has hidden_size None in config.json; expected a number above 0"):
         architecture_metadata(tmp_path, config)
-    with pytest.raises(ValueError, match="has a config.json that transformers refuses: "):
+    with pytest.raises(ValueError, match="has a config.json that cannot be completed: transformers refuses its settings: "):
         completed(tmp_path, found | {"layer_types": ["other"] * 6, "rms_norm_eps": 1e-6})
 
 
