@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 import traceback
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,13 @@ class TorchBfloat16:
         torch.set_num_threads(max(options["threads"]))
         model = random_model(shape, None, None, torch.bfloat16)
         cache = transformers.StaticCache(config=model.config, max_cache_len=options["max_length"])
+        name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # before transformers 5.24
+        held = {name: cache}
         tokens = torch.tensor([options["prompt"]])
 
         def step(tokens, start):
             positions = start + torch.arange(tokens.shape[1])
-            output = model(
-                input_ids=tokens, position_ids=positions[None], past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+            output = model(input_ids=tokens, position_ids=positions[None], use_cache=True, logits_to_keep=1, **held)
             return output.logits[:, -1]
 
         one, many = (torch.compile(step, fullgraph=True, dynamic=dynamic) for dynamic in (False, True))

@@ -9,10 +9,10 @@
 #include <iterator>
 #include <numeric>
 
+#include "support/attention_reference.h"
 #include "support/coverage.h"
 #include "support/guarded.h"
 #include "support/random.h"
-#include "support/reference.h"
 
 namespace lowbit::test {
 namespace {

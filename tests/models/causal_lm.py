@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,9 @@ def jump(model: torch.nn.Module, tokens: torch.Tensor, own: torch.Tensor) -> flo
 def without_us(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """The logits of a text, token by token, by transformers alone."""
     cache, logits = transformers.DynamicCache(config=model.config.get_text_config(decoder=True)), []
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # before transformers 5.24
     for i in range(tokens.shape[1]):
-        logits.append(model(input_ids=tokens[:, i : i + 1], past_key_values=cache, use_cache=True).logits.float())
+        logits.append(model(input_ids=tokens[:, i : i + 1], use_cache=True, **{name: cache}).logits.float())
     return torch.cat(logits, dim=1)
 
 

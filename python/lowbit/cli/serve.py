@@ -219,7 +219,7 @@ def _load(wish: _Wish, name: str, path: Path) -> list[tuple[Model, Any]]:
     output = wish.output
     path, caches = Path(from_hub(output, path) or path), None
     is_text = path.is_file() or not (speech.is_speech(path) or embeddings.is_kind(path))
-    if is_text and path.is_dir() and not wish.adapters and (seeing := _load_with_images(wish, name, path)) is not None:
+    if is_text and path.is_dir() and (seeing := _load_with_images(wish, name, path)) is not None:
         return [(seeing, None)]
     if is_text and wish.config is None and not wish.adapters:
         try:
@@ -254,7 +254,7 @@ def _load_with_images(wish: _Wish, name: str, path: Path) -> ImageModel | None:
 
     if not takes_images(path):
         return None
-    only, others = sees_only(path), ("draft", "guesses", "prefix_cache")
+    only, others = sees_only(path), ("draft", "guesses", "prefix_cache", "adapters")
     if only:
         options.refuse_unused(f"for {path}, which takes images", *others)
     elif (given := next((each for each in others if each in options.on_command_line), None)) is not None:

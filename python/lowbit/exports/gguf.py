@@ -32,7 +32,7 @@ from ..packed.header import PackedInfo
 from ..packed.matrix import Unpacked, unpack
 from ..packed.rounding import COMPARED, is_same_weight
 from ..packed.row_bands import PANEL_ROWS, Bands, rows_of_band
-from .gguf_settings import architecture_metadata, rotation_factors
+from .gguf_settings import architecture_metadata, completed, rotation_factors
 
 _BLOCK = 32
 _BAND_WEIGHTS = 1 << 21
@@ -284,6 +284,7 @@ def export_gguf(
     config = read_config(source)
     if quantization_method(config) not in (None, "lowbit"):
         raise ValueError(f"{source} is quantized by the method {quantization_method(config)!r}: lowbit import it first")
+    config = completed(source, config)
     metadata = architecture_metadata(source, config)
     tensors = read_files(*files_of(source))
     architecture = metadata["general.architecture"]
@@ -309,6 +310,11 @@ def export_gguf(
     table = next((output for output in outputs if output.name == "token_embd.weight"), None)
     if table is None:
         raise ValueError(f"{source} has no model.embed_tokens, the token embedding table")
+    head = next((output for output in outputs if output.name == "output.weight"), table)
+    if head.shape != table.shape:
+        raise ValueError(
+            f"{source} has a head of {list(head.shape)} and a token table of {list(table.shape)}; expected one shape"
+        )
     rotated = metadata[f"{architecture}.rope.dimension_count"]
     outputs += [_made(name, values) for name, values in rotation_factors(source, config, rotated).items()]
     if tokenizer:
@@ -361,9 +367,12 @@ def _outputs(
 def _is_table(head: Stored, tensors: Mapping[str, Stored]) -> bool:
     """Whether a float head is the token table, which may be packed: transformers does not tie weights that differ."""
     packed, plain = (tensors.get(f"model.embed_tokens.{leaf}") for leaf in ("packed_weight", "weight"))
-    if packed is not None and len(head.shape) == 2:
+    if packed is not None:
+        info = packed_info(packed)
+        if head.shape != (info.out_features, info.in_features):
+            return False
         table = next(_Bands(packed).read(COMPARED))
-        return is_same_weight(table, read_rows(head, 0, min(len(table.codes), head.shape[0])))
+        return is_same_weight(table, read_rows(head, 0, len(table.codes)))
     if plain is None or plain.shape != head.shape:
         return plain is None
     rows = max(1, _BAND_WEIGHTS // max(1, math.prod(head.shape[1:])))

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..files.config_json import CONFIG
 from ..files.gguf_reader import read_gguf
+from ..hf.whole_config import whole_config
 from ..importing.gguf_models import ARCHITECTURES, gemmas_query_scale
 
 # model_type -> architecture.
@@ -20,6 +21,33 @@ _FIRST = (
     "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
     "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length", "attention.value_length",
 )  # fmt: skip
+
+
+# Settings that transformers completes by sizes of a published model, if they are missing. They are refused instead.
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def completed(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the values that transformers has for settings that are missing, sizes of the model excepted.
+
+    Args:
+        path: directory of the checkpoint, for errors.
+
+    Raises:
+        ValueError: transformers refuses the settings.
+    """
+    if config.get("model_type") not in _WRITTEN or any(key not in config for key in _SIZES):
+        return config  # refused by architecture_metadata
+    try:
+        whole = whole_config(config)
+    except ValueError as error:
+        raise ValueError(f"{path} has a {CONFIG} that cannot be completed: {error}") from error
+    found = {key: value for key, value in whole.items() if key not in config and not key.startswith("rope")}
+    if "rope_theta" not in config | _rope(path, config) and not any(
+        isinstance(part, dict) for part in _rope(path, config).values()
+    ):
+        found["rope_parameters"] = whole["rope_parameters"]
+    return config | found
 
 
 def _number(path: Path, settings: dict[str, Any], key: str, default: float | None = None) -> float:

@@ -378,6 +378,12 @@ class Takeover:
         """Whether all replacements are still in place."""
         return self.active and all(config._attn_implementation_internal == ATTENTION for config in self._attention)
 
+    def uses_caches(self, model: torch.nn.Module) -> bool:
+        """Whether all attention of the model is lowbit's, also that of modules that were put into it later."""
+        if self._own and any(own_attention.find(model)):
+            return False
+        return not self._attention or all(config._attn_implementation_internal == ATTENTION for config in _configs(model))
+
     def end(self, model: torch.nn.Module) -> None:
         """Restores the model."""
         if not self.active:
@@ -409,6 +415,20 @@ def give_back(model: torch.nn.Module) -> None:
     takeover = getattr(model, _TAKEOVER, None)
     if takeover is not None:
         takeover.end(model)
+
+
+def check_attention(model: torch.nn.Module) -> None:
+    """Refuses a model that belongs to no decoder, but has layers of one that does.
+
+    Raises:
+        ValueError: names such a layer.
+    """
+    for name, module in model.named_modules():
+        if getattr(vars(module).get("config"), "_attn_implementation_internal", None) == ATTENTION:
+            raise ValueError(
+                f"the module {name!r} was taken from a model that belonged to a lowbit.llm.Decoder; call release() of that "
+                "decoder before you copy or move its layers"
+            )
 
 
 def refusal(model: torch.nn.Module, error: Exception) -> Refusal:

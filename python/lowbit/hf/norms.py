@@ -24,13 +24,14 @@ _EPSILON = 1e-5  # for classes that do not store theirs (OLMo)
 class _Norm(NamedTuple):
     """A formula: RMSNorm with an offset of its weight, or LayerNorm if there is no offset."""
 
-    epsilon: float
+    attribute: str | None  # of the module, which has its epsilon; None: it does not store it
     offset: float | None
 
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def __call__(self, module: torch.nn.Module, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        epsilon = _EPSILON if self.attribute is None else getattr(module, self.attribute)  # it may have been changed
         if self.offset is None:
-            return _layer_norm(x, weight, bias, self.epsilon)
-        return _rms_norm(x, weight, self.epsilon, self.offset)
+            return _layer_norm(x, weight, bias, epsilon)
+        return _rms_norm(x, weight, epsilon, self.offset)
 
 
 def _forward(module: torch.nn.Module, norm: _Norm, decoding: bool, x: Tensor, *others: Any, **more: Any) -> Tensor:
@@ -41,7 +42,7 @@ def _forward(module: torch.nn.Module, norm: _Norm, decoding: bool, x: Tensor, *o
     shape = getattr(module, "normalized_shape", x.shape[-1:]) if weight is None else weight.shape
     if others or more or shape != x.shape[-1:] or not is_computed(*given) or len({each.dtype for each in given}) > 1:
         return type(module).forward(module, x, *others, **more)
-    return norm(x.contiguous(), weight, bias)
+    return norm(module, x.contiguous(), weight, bias)
 
 
 def _agreeing(norms: list[_Norm], module: torch.nn.Module, names: Iterable[str], width: int, dtype: torch.dtype) -> list[_Norm]:
@@ -60,7 +61,7 @@ def _agreeing(norms: list[_Norm], module: torch.nn.Module, names: Iterable[str],
         if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype != dtype:
             return []
         used = [values[name] if module._parameters.get(name) is not None else None for name in ("weight", "bias")]
-        results = [norm(x, *used) for norm in norms]
+        results = [norm(module, x, *used) for norm in norms]
     tolerance = 8 * torch.finfo(dtype).eps
     same = functools.partial(torch.allclose, expected.float(), rtol=tolerance, atol=tolerance)
     return [norm for norm, result in zip(norms, results, strict=True) if same(result.float())]
@@ -73,12 +74,13 @@ def _norm_of(module: torch.nn.Module) -> _Norm | None:
         return None
     tensors = {name: each for name in ("weight", "bias") if isinstance(each := getattr(module, name, None), Tensor)}
     shape = getattr(module, "normalized_shape", next((each.shape for each in tensors.values()), (64,)))
-    epsilon = next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), _EPSILON)
+    attribute = next((name for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
+    epsilon = _EPSILON if attribute is None else getattr(module, attribute)
     if not isinstance(shape, tuple) or len(shape) != 1 or not 0 <= epsilon <= 1:
         return None
     if any(each.device.type != "cpu" or each.dtype not in DTYPES or each.shape != shape for each in tensors.values()):
         return None
-    norms = [_Norm(epsilon, offset) for offset in (0.0, 1.0, None)]
+    norms = [_Norm(attribute, offset) for offset in (0.0, 1.0, None)]
     # float32 shows the formula, the parameters' type whether intermediate results are rounded.
     for dtype in {torch.float32, *(each.dtype for each in tensors.values())} if tensors else DTYPES:
         norms = _agreeing(norms, module, tensors, shape[0], dtype)

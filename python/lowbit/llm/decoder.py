@@ -67,13 +67,13 @@ class Decoder(torch.nn.Module, TextsDecoder):
             windows: sliding-window layers cache only the window. A text can then be truncated by a few hundred tokens only;
                 further back, it starts at 0 again (:meth:`kept`).
             plan: run calls without gradients by a plan (docs/internals/plan.md), several times as fast for single tokens. The
-                model then has the weights and modules that it has now; after a change of modules, parameters or hooks, new
-                texts run its Python code again. :attr:`plan_refusal` says why a model has none.
+                model then has the weights and modules that it has now; after a change of modules, parameters, hooks or plain
+                attributes, new texts run its Python code again. :attr:`plan_refusal` says why a model has none.
 
         Raises:
             ValueError: max_length is not a positive multiple of 16, or beyond the model's positions; an unknown cache type,
-                or one whose range is too small for the model; or the decoder's results differ from the model's. The message
-                says how.
+                or one whose range is too small for the model; a layer belongs to another decoder's model; or the decoder's
+                results differ from the model's. The message says how.
         """
         super().__init__()
         if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
@@ -86,6 +86,7 @@ class Decoder(torch.nn.Module, TextsDecoder):
         self.model = model
         self.max_length = max_length
         decoding.give_back(model)
+        decoding.check_attention(model)
         self.plan_refusal = None if plan else "it is switched off"  # why calls run the model's Python code
         self._plan: DecoderPlan | None = None
         self._plan_caches: Any = None
@@ -194,9 +195,15 @@ class Decoder(torch.nn.Module, TextsDecoder):
 
     def _usable_plan(self, new: bool) -> DecoderPlan | None:
         """The plan, if a call can use it; ``new``: for a call that begins a text, or has several tokens."""
-        if self._plan is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None
-        return self.fitting_plan() if new else self._plan
+        plan = self.fitting_plan() if new else self._plan
+        if new and plan is None and not self._takeover.uses_caches(self.model):
+            raise RuntimeError(
+                "a module of this decoder's model was replaced by one whose attention does not use the decoder's caches; call "
+                "release(), and make a new Decoder"
+            )
+        return None if torch.is_grad_enabled() else plan
 
     def fitting_plan(self) -> DecoderPlan | None:
         """The plan, unless there is none, or the model has been changed since."""
@@ -356,7 +363,8 @@ class Decoder(torch.nn.Module, TextsDecoder):
             ValueError: tokens or start has another shape or dtype, a token is not in the vocabulary, or the states are not
                 those after ``start`` tokens.
             IndexError: the text is longer than max_length, or has fewer than ``start`` tokens.
-            RuntimeError: the decoder was released, or is computing another text.
+            RuntimeError: the decoder was released, is computing another text, or its model has a new layer whose attention
+                does not use the decoder's caches.
         """
         if torch.compiler.is_compiling():
             if not torch.compiler.is_exporting():

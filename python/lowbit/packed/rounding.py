@@ -157,7 +157,8 @@ def is_same_weight(stored: Unpacked, weight: Tensor) -> bool:
     """Whether a float matrix [n, k] is the one that was quantized to ``stored``: not another one, or one trained from it.
 
     Its weights lie within one step of their levels, or beyond the outermost one; calibration can move them by more than the
-    half step of rounding. With up to 4 levels a step is as large as most weights; there the nearest level counts.
+    half step of rounding. With up to 4 levels a step is as large as most weights; there the nearest level counts. GPTQ gives a
+    fifth of the weights another level then, as training does, so its matrices count as others: keeping both loses nothing.
     """
     if stored.codes.shape != weight.shape:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import is_
+from types import NoneType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from .recording import Unplannable
 
+_FREE = ("training", "use_cache")  # settings that the user of a plan reads in each call
 _version_of = Tensor._version.__get__  # takes a tenth of the time of a Python function
 
 
@@ -30,19 +32,35 @@ def check_hooks(model: torch.nn.Module) -> None:
                 raise Unplannable(f"its module {name!r} has a hook, which a plan would not call")
 
 
+def _settings(part: Any) -> list[str]:
+    """The attributes of a module or config that a plan has as constants: numbers, names, flags and functions."""
+    return [
+        name
+        for name, value in vars(part).items()
+        if not name.startswith("_")
+        and name not in _FREE
+        and (isinstance(value, (int, float, str, NoneType)) or callable(value))
+    ]
+
+
 class ModelParts:
-    """The modules, parameters, buffers and hooks of a model at one time."""
+    """The modules, parameters, buffers, hooks, configs and plain attributes of a model at one time."""
 
     def __init__(self, model: torch.nn.Module):
         self._dicts: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._values: list[Any] = []
         self._hooks: list[Any] = []
+        configs: dict[int, Any] = {}
         for module in model.modules():
             for part in (module._modules, module._parameters, module._buffers):
                 self._add(part, *part)
             self._add(vars(module), "forward", *([] if module.training else ["training"]))  # eval() changes no plan
+            self._add(vars(module), *_settings(module))
+            configs |= {id(value): value for value in vars(module).values() if hasattr(value, "get_text_config")}
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # hooks that may change or read results
+        for config in configs.values():
+            self._add(vars(config), *_settings(config))
         self._hooked = list(map(tuple, self._hooks))
         self._tensors = list(state_of(model).values())
         # `parameter.data = other` and Module.to() replace the memory. Aliases keep it, so that no other tensor gets its
@@ -60,7 +78,7 @@ class ModelParts:
             self._values.append(part.get(key))
 
     def are_unchanged(self) -> bool:
-        """Whether the model's modules, parameters, buffers, hooks and memory are those that it had at construction."""
+        """Whether the model's modules, parameters, buffers, hooks, memory and plain attributes are those of construction."""
         return (
             all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
             and list(map(tuple, self._hooks)) == self._hooked
@@ -79,5 +97,5 @@ class ModelPlan:
     _parts: ModelParts
 
     def fits(self) -> bool:
-        """Whether the model still has the modules, parameters and hooks that it had."""
+        """Whether the model still has the modules, parameters, hooks and plain attributes that it had."""
         return self._parts.are_unchanged()

@@ -63,6 +63,7 @@ _LARGEST = 16.0  # the largest sample; a sound that is too loud may exceed 1, an
 # Formats whose duration FFmpeg guesses from the first bytes, unless an MP3 has one of these marks.
 _ESTIMATED = ("aac", "ac3", "amr", "eac3", "mp3")
 _MARKS = (b"Xing", b"Info", b"VBRI")
+_FRAMED, _FRAME_HEAD = ("aac", "mp3"), 6  # formats that are frames without a container; bytes of a frame that have its size
 _SAME = 0.1  # if the sum of two channels keeps less than this share of their energy, they have opposite phases
 
 
@@ -70,7 +71,8 @@ def load_audio(path: str | os.PathLike[str], most_seconds: float | None = MOST_S
     """Reads the first audio stream of a file: float32 [samples] from -1 to 1, one channel, 16,000 samples per second.
 
     Two channels are mixed second by second: to their mean, or the louder one if they cancel each other (opposite phase). Warns
-    if the file ends before the duration in its header, or lacks samples; pauses that it does not store are left out.
+    if the file ends before the duration in its header or within a frame of MP3 or AAC, or lacks samples; pauses that it does
+    not store are left out.
 
     Args:
         path: in a format that FFmpeg's libraries read: WAV, FLAC, MP3, AAC, M4A, Ogg, Opus, AIFF, WMA, or the audio of a
@@ -107,8 +109,7 @@ def read_audio(
     import numpy as np
 
     av = import_av()
-    kept, begin = _kept(file), file.read(1 << 16)
-    file.seek(0)
+    kept, begin, last = _kept(file), _after_tags(file), [(b"", 0)]
     samples = bytearray()  # grows in place; joining a list of pieces would need twice the memory
     options = {"format_whitelist": _FORMATS, "protocol_whitelist": "none", "codec_whitelist": _CODECS}
     options["max_streams"] = str(_MOST_STREAMS)
@@ -127,7 +128,7 @@ def read_audio(
                 seconds = container.duration / av.time_base
             if container.format.name in _ESTIMATED and not any(mark in begin for mark in _MARKS):
                 seconds = 0.0
-            for piece in _one_channel(_resampled(container.decode(audio=0), name, check)):
+            for piece in _one_channel(_resampled(_decoded(container, last), name, check)):
                 check_samples(piece, name)
                 samples += piece.tobytes()
                 if most_seconds is not None and len(samples) > most_seconds * SAMPLE_RATE * 4:
@@ -145,7 +146,17 @@ def read_audio(
             f"{name} has {found:.2f} of the {seconds:.2f} seconds that its header announces: it is cut off, damaged, or has "
             "gaps, which are left out"
         )
+    elif container.format.name in _FRAMED and last[0][1] < _frame_bytes(last[0][0]):
+        warn(f"{name} ends with {last[0][1]} of the {_frame_bytes(last[0][0])} bytes of a frame: it is cut off or damaged")
     return np.frombuffer(samples, np.float32)
+
+
+def _decoded(container: Any, last: list[tuple[bytes, int]]) -> Iterator[Any]:
+    """The frames of the first audio stream. ``last`` becomes the first bytes and the size of the last packet."""
+    for packet in container.demux(audio=0):
+        if packet.size:
+            last[0] = bytes(memoryview(packet)[:_FRAME_HEAD]), packet.size
+        yield from packet.decode()
 
 
 def _is_less(found: float, seconds: float) -> bool:
@@ -160,6 +171,16 @@ def check_samples(samples: np.ndarray, name: str) -> None:
         raise ValueError(
             f"{name} has samples up to {largest:g}; expected finite numbers from -1 to 1, as 16-bit integers divided by 32768"
         )
+
+
+def _after_tags(file: IO[bytes]) -> bytes:
+    """The first bytes of a file behind its ID3 tag, which may hold a large picture. The file is then at its begin."""
+    head = file.read(10).ljust(10, b"\0")
+    size = 10 + sum((byte & 127) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
+    file.seek(size if head[:3] == b"ID3" else 0)
+    begin = file.read(1 << 16)
+    file.seek(0)
+    return begin
 
 
 def _kept(file: IO[bytes]) -> float:

@@ -12,6 +12,9 @@
 
 namespace lowbit::test {
 
+constexpr double kUnit = 0x1p-24;       // half the distance from 1 to the next float32
+constexpr double kSmallest = 0x1p-149;  // the smallest positive float32
+
 struct Bounded {
   double value, bound;  // |float32 result - value| <= bound
 };
@@ -41,35 +44,21 @@ struct QuantizedRow {
 };
 QuantizedRow contract_quantize(const std::vector<float>& x, int64_t group_inputs);
 
+// Recursive halves, then sums and differences: the same operations as in ukernel.h, in another order.
+template <class T>
+void rotate_block(T* x, size_t size) {
+  if (size == 1) return;
+  rotate_block(x, size / 2);
+  rotate_block(x + size / 2, size / 2);
+  const std::vector<T> old(x, x + size);
+  for (size_t i = 0; i < size / 2; ++i) {
+    x[i] = old[i] + old[i + size / 2];
+    x[i + size / 2] = old[i] - old[i + size / 2];
+  }
+}
+
 // Rotates a layer's inputs in blocks of this size, or rotates a row of its weights back.
 std::vector<float> contract_rotate(std::vector<float> x, int64_t block, bool back = false);
-
-// The positions and options of one row of attention.
-struct Sight {
-  int64_t begin, end;         // positions
-  float cap = 0.0f;           // AttentionArgs::cap
-  const float* sink = nullptr;
-  const float* key_scales = nullptr;  // of codes, by position; keys and values are then levels; null: none
-  const float* value_scales = nullptr;
-  bool rotated_keys = false;          // 4-bit codes
-  bool rotated_values = false;
-};
-
-// The keys or values of a position in an int8 cache.
-struct QuantizedPosition {
-  float scale;
-  std::vector<int8_t> codes;
-};
-QuantizedPosition contract_quantize_position(const std::vector<float>& x);
-// The same in 4 bits: codes from 0 to 15.
-QuantizedPosition contract_quantize_rotated(const std::vector<float>& x);
-float level_of_code(int code);
-
-// One row of attention over keys and values position by position: q.size() and value_width values each.
-std::vector<float> contract_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
-                                      const std::vector<float>& values, int64_t value_width, const Sight& sight);
-std::vector<Bounded> exact_attention(const std::vector<float>& q, float factor, const std::vector<float>& keys,
-                                     const std::vector<float>& values, int64_t value_width, const Sight& sight);
 
 // Converts values to float32 and back, like numeric.h (numeric_test.cpp tests numeric.h independently).
 std::vector<uint8_t> to_bytes(const std::vector<float>& values, DType dtype);

@@ -1,5 +1,6 @@
 """The arithmetic behind docs/arm_cost.md: from executed blocks to cycles to tokens. The numbers are made up."""
 
+import json
 import pathlib
 import sys
 
@@ -7,7 +8,9 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[3] / "bench"))
 
+import arm_cost
 import arm_cycles
+import arm_page
 import arm_project
 
 NOP, ADD, RET, BL, LOOP, LDADDAL = 0xD503201F, 0x8B010000, 0xD65F03C0, 0x97FFF956, 0x54FFFFC1, 0xF8E00020
@@ -83,3 +86,8 @@ def test_the_models_have_their_published_sizes():
     """In billions of weights, without the embedding unless it is also the head."""
     sizes = {name: sum(count * n * k for count, n, k in layers) / 1e9 for name, layers in arm_project.MODELS.items()}
     assert sizes == {"Llama 3.1 8B": pytest.approx(8.03 - 0.525, abs=0.005), "Llama 3.2 1B": pytest.approx(1.236, abs=0.005)}
+
+
+def test_the_page_is_that_of_its_data():
+    data = json.loads(arm_cost.DATA.read_text(encoding="utf-8"))
+    assert arm_cost.DOCUMENT.read_text(encoding="utf-8") == arm_page.document(data)

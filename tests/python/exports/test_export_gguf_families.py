@@ -14,6 +14,7 @@ import torch
 from checkpoints import TOKENS, edit_json, load
 from gguf_files import write_model
 from lowbit.exports.gguf import export_gguf
+from lowbit.exports.gguf_settings import architecture_metadata, completed
 from test_importing_gguf import metadata_of, random_model
 from transformers import AutoTokenizer, MistralConfig, MistralForCausalLM
 
@@ -182,6 +183,34 @@ def test_tokenizers_that_are_refused(mistral, tmp_path, change, message):
     (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=re.escape(message)):
         export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+
+
+def test_settings_that_are_missing_are_those_of_transformers(tmp_path):
+    """Some differ from one model to another."""
+    defaults = {
+        "mistral": {"num_key_value_heads": 8}, "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        "qwen3": {"head_dim": 128}, "gemma2": {"sliding_window": 4096, "query_pre_attn_scalar": 256},
+        "gemma": {"head_dim": 256}, "llama": {"num_key_value_heads": 4, "head_dim": 16, "rope_theta": 10000.0},
+        "gemma3_text": {"head_dim": 256},
+    }  # fmt: skip
+    for kind, expected in defaults.items():
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 99}
+        config = {"model_type": kind, **sizes, "num_attention_heads": 4}
+        found = completed(tmp_path, config)
+        assert {key: found.get(key, found["rope_parameters"].get(key)) for key in expected} == expected
+        assert completed(tmp_path, found) == found and found.items() >= config.items()
+        if kind == "mistral":
+            with pytest.raises(ValueError, match="has sliding_window 4096 in config.json; GGUF's llama has none"):
+                architecture_metadata(tmp_path, found)
+        elif kind != "gemma2":  # whose query_pre_attn_scalar is that of another size
+            metadata = architecture_metadata(tmp_path, found)
+            assert metadata[f"{metadata['general.architecture']}.attention.layer_norm_rms_epsilon"] == found["rms_norm_eps"]
+    del config["hidden_size"]
+    assert completed(tmp_path, config) == config  # refused by architecture_metadata
+    with pytest.raises(ValueError, match="has hidden_size None in config.json; expected a number above 0"):
+        architecture_metadata(tmp_path, config)
+    with pytest.raises(ValueError, match="has a config.json that cannot be completed: transformers refuses its settings: "):
+        completed(tmp_path, found | {"layer_types": ["other"] * 6, "rms_norm_eps": 1e-6})
 
 
 @pytest.mark.parametrize("kind", ["gemma", "gemma2"])

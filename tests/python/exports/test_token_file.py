@@ -227,6 +227,15 @@ def test_unknown_parts_are_refused(change, message):
         token_bytes(Backend(), TextSettings())
 
 
+def test_one_text_for_two_tokens_is_refused():
+    """The library splits texts into the last one, but knows the text of both."""
+    pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -2.0), ("a", -3.0)]
+    tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
+    assert tokenizer.encode("ab").ids == [3, 2] and tokenizer.id_to_token(1) == "a"
+    with pytest.raises(Unsupported, match="two tokens of the same text"):
+        token_bytes(tokenizer, TextSettings())
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [

@@ -1,6 +1,7 @@
 """lowbit.fuse_: fused models of several families compared with unfused ones, padding, gradients, and unfused parts."""
 
 import copy
+from inspect import signature
 
 import lowbit
 import pytest
@@ -136,7 +137,8 @@ def test_masks_of_other_kinds_and_caches_are_sdpas():
         lowbit.fuse_(model)
         torch.testing.assert_close(model(input_ids=TEXTS, attention_mask=mask).last_hidden_state, other, rtol=1e-4, atol=1e-4)
         first = model(input_ids=TEXTS[1:2, :8], use_cache=True)
-        second = model(input_ids=TEXTS[1:2, 8:], past_key_values=first.past_key_values)
+        cache = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # before transformers 5.24
+        second = model(input_ids=TEXTS[1:2, 8:], **{cache: getattr(first, cache)})
     torch.testing.assert_close(second.last_hidden_state, expected[1:2, 8:], rtol=1e-4, atol=1e-4)
 
 

@@ -248,9 +248,17 @@ def _add_adapters(model):
     model.eval()
 
 
+def _set_epsilon(model):
+    model.model.norm.variance_epsilon = 0.5
+
+
+def _set_scaling(model):
+    model.model.layers[0].self_attn.scaling *= 2
+
+
 CHANGES = [
     _replace_module, _replace_parameter, _replace_data, _change_in_place, _load_state, _add_hook, _add_pre_hook, _set_forward,
-    _add_adapters,
+    _add_adapters, _set_epsilon, _set_scaling,
 ]  # fmt: skip
 
 
@@ -283,6 +291,41 @@ def test_constants_that_depend_on_weights(change):
     expected = logits(Decoder(copy.deepcopy(model), 64, plan=False))
     assert not torch.allclose(expected, before, atol=1e-3)
     torch.testing.assert_close(logits(decoder), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("family, attribute", [("gemma2", "final_logit_softcapping"), ("granite", "logits_scaling")])
+def test_numbers_of_the_config(family, attribute):
+    model = model_of(family, quantized=False)
+    decoder = Decoder(model, 64)
+    before = logits(decoder)
+    other = model_of(family, quantized=False)
+    for each in (model, other):
+        setattr(each.config, attribute, 0.5)
+    expected = logits(Decoder(other, 64, plan=False))
+    assert not torch.allclose(expected, before, atol=1e-3)
+    assert torch.equal(logits(decoder), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neo"], ids=["by the interface", "of its own"])
+@pytest.mark.parametrize("plan", [True, False], ids=["plan", "no plan"])
+def test_a_layer_with_other_attention(family, plan):
+    """It would attend to the call's own tokens only. A decoder that is made afterwards uses it."""
+    model, other = model_of(family, quantized=False), model_of(family, quantized=False)
+    decoder = Decoder(model, 64, plan=plan)
+    layers = getattr(model, model.base_model_prefix)
+    name = "layers" if hasattr(layers, "layers") else "h"
+    getattr(layers, name)[0] = getattr(getattr(other, other.base_model_prefix), name)[0]
+    with pytest.raises(RuntimeError, match="attention does not use the decoder's caches; call release"):
+        logits(decoder)
+    assert logits(Decoder(decoder.release(), 64)).isfinite().all()
+
+
+def test_a_layer_of_a_model_that_belongs_to_a_decoder():
+    model, other = make("llama"), make("llama")
+    Decoder(other, 64)
+    model.model.layers[0] = copy.deepcopy(other.model.layers[0])
+    with pytest.raises(ValueError, match=r"the module 'model\.layers\.0\.self_attn' was taken from a model that belonged to"):
+        Decoder(model, 64)
 
 
 def test_weights_that_were_replaced_stay_in_memory():

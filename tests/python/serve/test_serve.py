@@ -268,6 +268,19 @@ def test_logprobs_and_echo(loaded, served, client):
     assert [o for d in deltas if d["logprobs"] for o in d["logprobs"]["content"]] == choice["logprobs"]["content"]
 
 
+def test_logprobs_of_tokens_with_one_text(served, client, monkeypatch):
+    """Parts of characters are one text: completions have an entry for each text, the likeliest one's, chats for each token."""
+    monkeypatch.setattr(type(served[2]), "piece", lambda model, token: "\ufffd")
+    body = {"max_tokens": 1, "temperature": 0}
+    (choice,) = client.post("/v1/completions", prompt=PROMPT, logprobs=3, **body)["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": choice["logprobs"]["token_logprobs"][0]}]
+    message = {"role": "user", "content": PROMPT}
+    (choice,) = client.post("/v1/chat/completions", messages=[message], logprobs=True, top_logprobs=3, **body)["choices"]
+    (content,) = choice["logprobs"]["content"]
+    assert [each["token"] for each in content["top_logprobs"]] == ["\ufffd"] * 3
+    assert len({each["logprob"] for each in content["top_logprobs"]}) == 3
+
+
 def test_a_long_prompt_does_not_stop_other_texts(loaded):
     """While it is read in pieces, a running text gets a token with each piece, and a short prompt starts."""
     model = made(loaded, rows=16, prefix_bytes=0)

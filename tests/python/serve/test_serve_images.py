@@ -17,7 +17,7 @@ from image_models import PIL, save_image_model
 from lowbit import llm
 from lowbit.llm.image_plan import ImagePlan
 from lowbit.llm.images import inputs_of, message
-from lowbit.llm.loading import load_image_model, load_image_processor
+from lowbit.llm.loading import load_image_model, load_image_processor, load_model, load_tokenizer
 from lowbit.llm.stopping import TextUntil
 from lowbit.plan.recording import Unplannable
 from needs import need_packages
@@ -30,6 +30,7 @@ from lowbit.serve import image_conversations, run
 from lowbit.serve.routes import Limits
 from test_serve import Client, made, serving
 
+peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 NEW = 8
@@ -323,13 +324,26 @@ def test_command(tmp_path, monkeypatch):
     model, said = serve("gemma4", "--image-pixels", 2000)
     assert not isinstance(model, image_conversations.ImageModel) and "gemma4 is served without images: " in said
     assert "its logits differ" in said
-    refused = invoke("serve", tmp_path / "qwen2_5_vl", "--guesses", 2)
-    assert refused.exit_code == 2 and "it has no effect for" in refused.stderr
+    for option in (("--guesses", 2), ("--adapter", f"a={tmp_path}")):
+        refused = invoke("serve", tmp_path / "qwen2_5_vl", *option)
+        assert refused.exit_code == 2 and "it has no effect for" in refused.stderr
+
+
+def test_the_command_with_an_adapter(tmp_path, monkeypatch):
+    """A limit for images is accepted: the model takes images, and is served without them because of the adapter."""
+    served = []
+    monkeypatch.setattr(run, "run", lambda models, *_, **settings: served.extend(models))
+    save_image_model("gemma3", tmp_path / "gemma3")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    peft.get_peft_model(load_model(tmp_path / "gemma3"), config).save_pretrained(tmp_path / "adapter")
+    options = ("--adapter", f"other={tmp_path / 'adapter'}", "--image-pixels", 2000, "--max-length", 128)
+    result = invoke("serve", tmp_path / "gemma3", *options)
+    assert result.exit_code == 0, result.output
+    assert [(model.name, model.parent) for model in served] == [("gemma3", None), ("other", "gemma3")]
+    assert "gemma3 is served without images, because of --adapter" in result.stderr
 
 
 def test_a_model_of_texts_takes_no_images(packed):
-    from lowbit.llm.loading import load_model, load_tokenizer
-
     with serving([made((load_model(packed[0]), load_tokenizer(packed[0])))], Limits()) as (port, _):
         body = {"messages": [said("user", "?", make_image(0))]}
         error, _ = Client(port).refused("/v1/chat/completions", body, 400)

@@ -7,8 +7,9 @@ import transformers
 from lowbit.llm.loading import load_speech_model
 from lowbit.speech import Options, SpeechDecoder, Transcriber
 from lowbit.speech.beams import log_sum, search
+from recordings import sound
 from speech_models import POSITIONS, SECOND, tiny_whisper
-from test_speech import PACKED, sound
+from test_speech import PACKED
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     SuppressTokensAtBeginLogitsProcessor,

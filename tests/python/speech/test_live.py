@@ -15,8 +15,8 @@ from lowbit.speech import load_transcriber
 from lowbit.speech.audio import read_samples
 from lowbit.speech.live import Live, transcribe_live
 from lowbit.speech.transcriber import Written
+from recordings import sound, write_wave
 from speech_models import SECOND, tiny_whisper
-from test_speech import sound, write_wave
 
 SAMPLES = sound(2.6)
 

@@ -15,8 +15,8 @@ from lowbit.speech import Options, load_transcriber
 from lowbit.speech.planned_speech import PlannedTranscriber, open_transcriber
 from lowbit.speech.speech_options import temperatures
 from lowbit.speech.words import _warped, words
+from recordings import sound
 from speech_models import POSITIONS, SECOND, tiny_whisper
-from test_speech import sound
 from transformers.models.whisper import generation_whisper, tokenization_whisper
 
 SAMPLES = sound(4.3)

@@ -13,8 +13,8 @@ from lowbit.checkpoint import quantize_checkpoint
 from lowbit.serve.speech import is_speech
 from lowbit.speech import MoonshineTranscriber, ParakeetTranscriber, load_transcriber, pieces
 from lowbit.speech.live import Live
+from recordings import sound, write_wave
 from speech_models import SECOND, save_tokenizer
-from test_speech import sound, write_wave
 from tokenizers import Tokenizer
 
 SAMPLES = sound(4.3)

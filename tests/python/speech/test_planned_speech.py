@@ -15,8 +15,8 @@ from lowbit.checkpoint import quantize_checkpoint
 from lowbit.files.plan_facts import PLAN, NoPlan
 from lowbit.speech import load_transcriber, planned_speech
 from lowbit.speech.planned_speech import LISTEN_PLAN, PlannedTranscriber, open_transcriber
+from recordings import sound, write_wave
 from speech_models import tiny_whisper
-from test_speech import sound, write_wave
 
 
 @pytest.fixture(scope="module")
