@@ -39,7 +39,7 @@ class Runnable:
         """Runs over the sample and keeps the inputs of layers for :meth:`inputs`, unless they take too much memory.
 
         Args:
-            calls: of the layers in the first batch, from :func:`calls_in_a_run`.
+            calls: the calls of the layers in the first batch, from :func:`calls_in_a_run`.
         """
         features = sum(self.module.get_submodule(name).in_features for name in names)
         if not names or features * sample.tokens * 4 > _KEPT_BYTES:
@@ -211,7 +211,7 @@ def _moments(
     """Moments of the inputs of layers over the sample.
 
     Args:
-        weights: of the layers that share their inputs with no other.
+        weights: the weights of layers that share their inputs with no other.
         holds_out: store some tokens' inputs separately.
     """
     moments: dict[str, Moments] = {}

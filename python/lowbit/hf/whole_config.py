@@ -10,10 +10,13 @@ def whole_config(config: dict[str, Any]) -> dict[str, Any]:
     """config.json with the values that the config class of its model_type has for missing settings.
 
     Raises:
+        ImportError: transformers is not installed.
         ValueError: the config class refuses a setting.
     """
     try:
         whole: dict[str, Any] = import_module("transformers").AutoConfig.for_model(**config).to_dict()
+    except ImportError:
+        raise
     except Exception as error:  # of many classes
         raise ValueError(f"transformers refuses its settings: {error}") from error
     return whole
