@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "../../kernels/registry.h"
+#include "support/attention_reference.h"
 #include "support/tensors.h"
 
 namespace lowbit::test {
