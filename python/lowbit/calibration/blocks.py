@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,17 +35,21 @@ class Runnable:
     run: Callable[[int], Any]
     _kept: list[dict[str, list[Tensor]]] = field(default_factory=list)  # for each batch: layer -> inputs, until they are used
 
-    def keep_inputs(self, names: list[str], sample: Sample, calls: list[tuple[str, Tensor]]) -> None:
+    def can_keep(self, names: Iterable[str], sample: Sample) -> bool:
+        """Whether the inputs of layers over the sample take little enough memory, even if no layers share them."""
+        features: int = sum(self.module.get_submodule(name).in_features for name in names)
+        return features * sample.tokens * 4 <= _KEPT_BYTES
+
+    def keep_inputs(self, names: list[str], sample: Sample, calls: list[tuple[str, Tensor]] | None) -> None:
         """Runs over the sample and keeps the inputs of layers for :meth:`inputs`, unless they take too much memory.
 
         Args:
-            calls: the calls of the layers in the first batch, from :func:`calls_in_a_run`.
+            calls: the calls of the layers in the first batch, from :func:`calls_in_a_run`, if they are known.
         """
-        features = sum(self.module.get_submodule(name).in_features for name in names)
-        if not names or features * sample.tokens * 4 > _KEPT_BYTES:
+        if not names or not self.can_keep(names, sample):
             return
         for i in range(len(sample.batches)):
-            if i:
+            if i or calls is None:
                 calls = calls_in_a_run(self.module, names, partial(self.run, i), whole=True)
             inputs: dict[str, list[Tensor]] = {}
             for name, x in calls:
@@ -184,12 +188,13 @@ def quantize_segment(
         for name in targets:
             packer.pack_layers(quantized.module, [name], targets, None, prefix)
         return
-    first = quantized if original is None else original
-    calls = calls_in_a_run(first.module, targets, partial(first.run, 0), whole=original is not None)
+    whole = original is not None and original.can_keep(targets, sample)
+    first = original if original is not None and whole else quantized
+    calls = calls_in_a_run(first.module, targets, partial(first.run, 0), whole)
     sets = sets_of(calls, targets)
     missing = [sorted({leader for name, leader in leaders.items() if prefix + name not in kept}) for leaders in sets]
     if original is not None:
-        original.keep_inputs([name for names in missing for name in names], sample, calls)
+        original.keep_inputs([name for names in missing for name in names], sample, calls if whole else None)
     calls.clear()
     for leaders, unknown in zip(sets, missing, strict=True):
         followers = Counter(leaders.values())

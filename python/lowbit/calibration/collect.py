@@ -45,7 +45,7 @@ def add_to(
     k = x.shape[1]
     if name not in moments:
         square = x.new_zeros(k if diagonal else (k, k), dtype=torch.float32)
-        # Half as many outputs as inputs need as many operations as no weight.
+        # Per token and weight 2nk operations, without k * k.
         weight = weight.float() if weight is not None and y is not None and 2 * len(weight) < k else None
         drift = None if y is None else x.new_zeros(k if weight is None else len(weight), k, dtype=torch.float32)
         moments[name] = Moments(square, drift, 0, weight=weight)
@@ -87,10 +87,11 @@ def calls_in_a_run(
 
     def take(name: str, x: Tensor) -> None:
         if whole:
-            copy = next((copy for other, version, copy in copies if x is other and x._version == version), None)
+            version = 0 if x.is_inference() else x._version
+            copy = next((copy for other, before, copy in copies if x is other and version == before), None)
             if copy is None:
                 copy = x.detach().clone()
-                copies.append((x, x._version, copy))
+                copies.append((x, version, copy))
             x = copy
         calls.append((name, x))
         missing.discard(name)

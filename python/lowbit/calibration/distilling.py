@@ -124,13 +124,14 @@ def distilled(
     def fit(parameters: list[torch.nn.Parameter]) -> None:
         """Leaves the parameters as after the pass over the text with the least held-out error."""
         first = [parameter.detach().clone() for parameter in parameters]
-        least, best = error(), first
+        least, best, most = error(), first, 0
         for slower in range(_SLOWER + 1):
             put(parameters, first)
             peak = (rate or RATE) / _FACTOR**slower
             for done, total in adam_steps(lambda i: teacher.loss(model, i), epoch, parameters, steps or STEPS, peak, _warm):
+                most = max(most, done)
                 if progress is not None:
-                    progress(done, total)
+                    progress(most, total)
                 if done % len(learned):
                     continue
                 if (loss := error()) < least:  # false for NaN

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 _ROWS = 256  # rows of a result that are computed together
-_FEW = 8  # inputs below which MKL is as fast
+_FEW = 8  # rows of x below which MKL is as fast
 
 
 @cache
@@ -28,10 +29,13 @@ def _by_onednn() -> bool:
     )
 
 
-def _usable(x: Tensor, weight: Tensor) -> bool:
+def _usable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    given = [x, weight] if bias is None else [x, weight, bias]
+    plain = all(type(each) in (Tensor, Parameter) and each.dtype == torch.float32 and each.is_cpu for each in given)
     # oneDNN is very slow for other strides.
-    matrices = all(each.dtype == torch.float32 and each.is_cpu and each.is_contiguous() for each in (x, weight))
-    return matrices and x.dim() > 1 and weight.dim() == 2 and weight.numel() > 0 and x.numel() >= _FEW * weight.shape[1]
+    if not plain or not all(each.is_contiguous() for each in given) or x.dim() < 2 or weight.dim() != 2:
+        return False
+    return weight.numel() > 0 and x.numel() >= _FEW * weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
 
 
 class _Outputs(torch.autograd.Function):
@@ -58,7 +62,7 @@ class _Outputs(torch.autograd.Function):
 
 def outputs(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same as :func:`torch.nn.functional.linear`, but for the order of the sums: x [..., k], weight [n, k] -> [..., n]."""
-    if _by_onednn() and _usable(x, weight):
+    if _by_onednn() and _usable(x, weight, bias):
         if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, weight, bias)):
             differentiable: Tensor = _Outputs.apply(x, weight, bias)
             return differentiable

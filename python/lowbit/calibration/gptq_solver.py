@@ -115,7 +115,10 @@ def _damped(square: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
 
 def _root(square: Tensor) -> Tensor:
     """The upper triangular V, float32, with V V^T = ``square``."""
-    return torch.linalg.cholesky(square.flip(0, 1)).flip(0, 1).float()
+    try:
+        return torch.linalg.cholesky(square.flip(0, 1)).flip(0, 1).float()
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
 
 
 def _inverse_of_upper(matrix: Tensor) -> Tensor:
@@ -138,7 +141,7 @@ class Solver:
     Args:
         moments: the moments of the inputs, without the held-out ones.
         damping, by_importance: as for :func:`gptq`.
-        quick: compute in float32 if its precision allows, which is enough for :func:`best_correction`.
+        quick: compute the root in float32, which is enough for :func:`best_correction`, and in float64 only if that fails.
 
     Raises:
         ValueError: as :func:`gptq`.
@@ -156,9 +159,9 @@ class Solver:
             square = square[self.order][:, self.order]
         try:
             self.root = _root(square)
-        except torch.linalg.LinAlgError as error:
+        except ValueError:
             if not quick:
-                raise ValueError(f"the moments are not positive definite ({error}); expected a larger damping") from None
+                raise
             self.root = _root(square.double())
         # Cost of an error of an input after later inputs have compensated for it.
         self.costs = self.root.diagonal().square()

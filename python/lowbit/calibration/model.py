@@ -253,7 +253,10 @@ class _Run:
         return recordings, moments, skippable
 
     def _skippable(self, name: str, recorded: Recorded) -> bool:
-        """Whether the arguments of the float blocks in the first batch are those of a run in which no block computes."""
+        """Whether the arguments of the float blocks in the first batch are those of a run in which no block computes.
+
+        What blocks keep in their modules is not compared.
+        """
         if not recorded.plain:
             return False
         # The rest of the model may fail with such hidden states, for example if blocks change their shape.
@@ -278,15 +281,11 @@ class _Run:
 
     def _distil(self, teacher: Teacher) -> None:
         """Fits the scales of all layers to the float model's answers, and stores all layers at once."""
-        weights = distilled(
-            self.model,
-            teacher,
-            self.configs.keys() - self._large_heads(),
-            self.sample.held_out,
-            self.tables,
-            progress=self.progress.step,
-            **self.fitting,
-        )
+        learned, step = self.configs.keys() - self._large_heads(), self.progress.step
+        weights: dict[str, Tensor] = {}
+        if learned:
+            held_out = self.sample.held_out
+            weights = distilled(self.model, teacher, learned, held_out, self.tables, progress=step, **self.fitting)
         self.progress.add(self.progress.total - self.progress.done, "scales of all layers")
         by_weight: dict[int, list[str]] = {}
         for name, packed in weights.items():

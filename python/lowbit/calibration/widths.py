@@ -230,14 +230,15 @@ def _importance(
     layers = {name: layer_at(model, name) for name in configs}
     experts = {name: configs[name] for name, layer in layers.items() if isinstance(layer, Experts)}
     modules = {name: layer for name, layer in layers.items() if not isinstance(layer, Experts)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     for batch in inputs:
         missing = set(modules)
 
         def take(name: str, x: Tensor, mask: Tensor | None = mask_of(batch), missing: set[str] = missing) -> None:
             squares.add(name, rows_of(x, mask))
             missing.discard(name)
-            if not missing:
-                raise StopRun  # the head's logits, for example, are not needed
+            if not missing and modules[name] is head:
+                raise StopRun  # its logits are not needed
 
         with inputs_of(modules, take), FloatLinears(), suppress(StopRun):
             model(**batch)
@@ -314,7 +315,7 @@ class _Runs:
         return torch.cat(parts)
 
 
-def _returned(output: Any, *_: Any, **__: Any) -> Any:
+def _returned(output: Any, /, *_: Any, **__: Any) -> Any:
     return output
 
 

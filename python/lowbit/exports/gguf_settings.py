@@ -10,7 +10,6 @@ import numpy as np
 
 from ..files.config_json import CONFIG
 from ..files.gguf_reader import read_gguf
-from ..hf.whole_config import whole_config
 from ..importing.gguf_models import ARCHITECTURES, gemmas_query_scale
 
 # model_type -> architecture.
@@ -34,10 +33,13 @@ def completed(path: Path, config: dict[str, Any]) -> dict[str, Any]:
         path: directory of the checkpoint, for errors.
 
     Raises:
+        ImportError: transformers is not installed.
         ValueError: transformers refuses the settings.
     """
     if config.get("model_type") not in _WRITTEN or any(key not in config for key in _SIZES):
         return config  # refused by architecture_metadata
+    from ..hf.whole_config import whole_config  # imports transformers
+
     try:
         whole = whole_config(config)
     except ValueError as error:

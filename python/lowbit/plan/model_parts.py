@@ -43,6 +43,11 @@ def _settings(part: Any) -> list[str]:
     ]
 
 
+def _same(a: Any, b: Any) -> bool:
+    """Whether an attribute is what it was: the same object, or an equal number or name."""
+    return a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b)
+
+
 class ModelParts:
     """The modules, parameters, buffers, hooks, configs and plain attributes of a model at one time."""
 
@@ -57,7 +62,9 @@ class ModelParts:
                 self._add(part, *part)
             self._add(vars(module), "forward", *([] if module.training else ["training"]))  # eval() changes no plan
             self._add(vars(module), *_settings(module))
-            configs |= {id(value): value for value in vars(module).values() if hasattr(value, "get_text_config")}
+            own = {name: value for name, value in vars(module).items() if hasattr(value, "get_text_config")}
+            self._add(vars(module), *own)
+            configs |= {id(value): value for value in own.values()}
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]  # hooks that may change or read results
         for config in configs.values():
             self._add(vars(config), *_settings(config))
@@ -80,7 +87,7 @@ class ModelParts:
     def are_unchanged(self) -> bool:
         """Whether the model's modules, parameters, buffers, hooks, memory and plain attributes are those of construction."""
         return (
-            all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
+            any(all(map(same, map(dict.get, self._dicts, self._keys), self._values)) for same in (is_, _same))  # fast first
             and list(map(tuple, self._hooks)) == self._hooked
             and self.have_their_memory()
             and list(map(_version_of, self._versioned)) == self._versions

@@ -174,7 +174,7 @@ def check_samples(samples: np.ndarray, name: str) -> None:
 
 
 def _after_tags(file: IO[bytes]) -> bytes:
-    """The first bytes of a file behind its ID3 tag, which may hold a large picture. The file is then at its begin."""
+    """The first bytes of a file behind its ID3 tag, which may hold a large picture. The file is then at its start."""
     head = file.read(10).ljust(10, b"\0")
     size = 10 + sum((byte & 127) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
     file.seek(size if head[:3] == b"ID3" else 0)

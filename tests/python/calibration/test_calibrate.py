@@ -308,6 +308,18 @@ def test_a_drift_times_the_weight_gives_the_same_correction(block):
     torch.testing.assert_close(found["projected"][1], found["whole"][1], rtol=1e-3, atol=1e-4)
 
 
+def test_moments_that_are_not_positive_definite():
+    """Also with the quick factor, which is in float64 if float32 fails."""
+    square = torch.eye(64)
+    square[0, 0] = -1.0
+    for quick in (False, True):
+        with pytest.raises(ValueError, match="the moments are not positive definite .*; expected a larger damping"):
+            Solver(Moments(square, None, 10), quick=quick)
+    ones = torch.ones(64, 64) + 1e-6 * torch.eye(64)
+    found, exact = (Solver(Moments(ones, None, 10), damping=1e-9, quick=quick).root for quick in (True, False))
+    torch.testing.assert_close(found, exact, rtol=0.1, atol=1e-3)
+
+
 def test_factors_are_those_of_the_papers():
     """More inputs than rows in a block. Values below the diagonal of the squares are not read."""
     y = correlated(600)

@@ -88,6 +88,15 @@ def test_a_rate_that_is_too_high_is_lowered(monkeypatch):
     assert found[0] < found[2] and found[1] < found[2], found
 
 
+def test_a_large_head_alone_is_not_distilled():
+    model, steps = llama(tied=False), []
+    model.resize_token_embeddings(1200)
+    result = calibrate(
+        model, tokens(12), {"lm_head": LinearConfig(2)}, "distilled", progress=lambda done, total: steps.append((done, total))
+    )
+    assert result.methods == {"lm_head": "gptq"} and steps[-1] == (2, 2)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rows", [1100, 1200])  # the text has 1152 tokens
 def test_the_scales_of_a_large_head_are_not_learned(tied, rows):
