@@ -2,8 +2,8 @@
 
     python bench/distilling.py [--target-bits 2.5] [--tokens 16384] [--steps 56] [--rate 0.001] [--directory build/reality]
 
-Without --target-bits: 2 bits with fitted levels. Inputs are rotated. Prints the KL divergence to the float model in nats, on the
-text of `make bench-reality`, before and after.
+Without --target-bits: 2 bits with fitted levels. Inputs are rotated. Prints the KL divergence to the float model in nats,
+before and after, on the text of `make bench-reality`.
 """
 
 import argparse

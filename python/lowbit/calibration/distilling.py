@@ -18,7 +18,7 @@ from .learning import adam_steps, learned_weights
 
 STEPS = 120  # smallest number of steps; each is a batch of the text
 RATE = 0.004  # peak learning rate of Adam, with warmup and decay to zero
-_FACTOR, _SLOWER = 4, 2  # if the first pass over the text makes the model worse, the rate is divided by 4, at most twice
+_FACTOR, _SLOWER = 4, 2  # if the first passes over the text make the model worse, the rate is divided by 4, at most twice
 _LOGITS = 1 << 27  # number of logits computed at a time
 _WARM = 10  # warmup steps
 _POOLED = 1.0  # weight of the loss of means over a text's tokens, relative to that of tokens
@@ -104,8 +104,8 @@ def distilled(
         held_out: indices of the held-out batches.
         tables: layers whose tables of levels are learned.
         steps: smallest number of steps, each a part of a batch. None: 120.
-        rate: peak learning rate of Adam. None: 0.004. If the first pass over the text makes the held-out error larger, training
-            starts again with a quarter of it, at most twice.
+        rate: peak learning rate of Adam. None: 0.004. If the first pass over the text, or the first passes of
+            together 10 steps, make the held-out error larger, training starts again with a quarter of it, at most twice.
         progress: called as ``progress(step, steps)``.
 
     Returns:
@@ -124,7 +124,7 @@ def distilled(
     def fit(parameters: list[torch.nn.Parameter]) -> None:
         """Leaves the parameters as after the pass over the text with the least held-out error."""
         first = [parameter.detach().clone() for parameter in parameters]
-        least, best, most = error(), first, 0
+        start, least, best, most = error(), math.inf, first, 0
         for slower in range(_SLOWER + 1):
             put(parameters, first)
             peak = (rate or RATE) / _FACTOR**slower
@@ -136,9 +136,9 @@ def distilled(
                     continue
                 if (loss := error()) < least:  # false for NaN
                     least, best = loss, [parameter.detach().clone() for parameter in parameters]
-                elif best is first and slower < _SLOWER:
+                if least >= start and done >= _WARM and slower < _SLOWER:
                     break  # too fast for this model
-            if best is not first:
+            else:
                 break
         put(parameters, best)
 
