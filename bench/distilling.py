@@ -31,15 +31,11 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("build/reality"))
     options = parser.parse_args()
     pair = reality_models.gemma(options.directory, 512)
-    tokens = torch.tensor([pair.tokens])
-    with torch.inference_mode():
-        expected = pair.floats(tokens).logits[0].log_softmax(-1)
+    divergences = reality_models.divergences_from(pair)
 
     def row(name: str, model: torch.nn.Module, begin: float) -> None:
         seconds = time.process_time() - begin
-        with torch.inference_mode():
-            found = model(tokens).logits[0].log_softmax(-1)
-        divergence = (expected.exp() * (expected - found)).sum(-1)[:-1].mean().item()
+        divergence = divergences(model)[:-1].mean()
         print(f"| {name} | {packed_size(model)[1]:.2f} | {divergence:.3f} | {seconds:.0f} |", flush=True)
 
     print("| method | bits per weight | KLD, nats | CPU s |\n|---|---|---|---|")

@@ -47,6 +47,22 @@ class Pair:
     gguf: Path | None = None
 
 
+def divergences_from(pair: Pair) -> Callable[[torch.nn.Module], Tensor]:
+    """A function that returns a model's KL divergence from a pair's float model, in nats, for each of the pair's tokens."""
+    tokens = torch.tensor([pair.tokens])
+
+    @torch.inference_mode()
+    def predicted(model: torch.nn.Module) -> Tensor:
+        return model(tokens).logits[0].log_softmax(-1)
+
+    expected = predicted(pair.floats)
+
+    def divergences(model: torch.nn.Module) -> Tensor:
+        return (expected.exp() * (expected - predicted(model))).sum(-1)
+
+    return divergences
+
+
 def groups_of(model: torch.nn.Module) -> dict[str, int]:
     packed = {name: module for name, module in model.named_modules() if isinstance(module, lowbit.nn.Linear)}
     return {name: module.info.group_size or module.in_features for name, module in packed.items()}

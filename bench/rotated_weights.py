@@ -13,7 +13,6 @@ from typing import Any
 
 import lowbit
 import reality_models
-import torch
 from reality_weights import calibration_text
 
 _NOT: dict[str, Any] = {"rotate": False}
@@ -32,9 +31,7 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("build/reality"))
     options = parser.parse_args()
     pair = reality_models.gemma(options.directory, 512)
-    tokens = torch.tensor([pair.tokens])
-    with torch.inference_mode():
-        expected = pair.floats(tokens).logits[0].log_softmax(-1)
+    divergences = reality_models.divergences_from(pair)
     print("| rotated inputs | bits | KLD, nats | CPU s |\n|---|---|---|---|")
     for what, config in _CONFIGS.items():
         for bits in options.bits:
@@ -42,10 +39,7 @@ def main() -> None:
             chosen = lowbit.LowBitConfig(bits=bits, **config)
             lowbit.calibrate(model, [calibration_text()], chosen, tokenizer=pair.tokenizer, max_tokens=options.tokens)
             seconds = time.process_time() - begin
-            with torch.inference_mode():
-                found = model(tokens).logits[0].log_softmax(-1)
-            divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
-            print(f"| {what} | {bits} | {divergence:.3f} | {seconds:.0f} |", flush=True)
+            print(f"| {what} | {bits} | {divergences(model).mean():.3f} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

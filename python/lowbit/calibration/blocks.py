@@ -105,7 +105,6 @@ def quantize_blocks(
     packer: Packer,
     sample: Sample,
     tuner: Tuner | None,
-    skips: bool,
 ) -> None:
     """Quantizes the blocks of a list one by one, each with inputs from the quantized blocks before it.
 
@@ -114,12 +113,11 @@ def quantize_blocks(
         originals: for each batch, how the float model calls the blocks.
         targets: configs of linear layers, by their names in the model.
         tuner: learns the scales of each block; None: they are not learned.
-        skips: the arguments of the blocks, but for the hidden states, do not depend on what earlier blocks compute.
     """
     blocks = list(model.get_submodule(name))
     recordings = []
     for i in range(len(sample.batches)):
-        with blocks_of(blocks, stop_after=True, skips=skips) as recorded, suppress(StopRun):
+        with blocks_of(blocks, stop_after=True, skips=originals[0].skippable) as recorded, suppress(StopRun):
             sample.run(model, i)
         recordings.append(recorded)
     hidden, float_hidden = [one.first for one in recordings], [one.first for one in originals]

@@ -105,6 +105,7 @@ class Recorded:
     first: Tensor | None  # hidden states before the first block
     chained: bool  # whether each block was called once, in order, with the output of the previous block
     plain: bool  # whether each block returned nothing but its hidden states
+    skippable: bool = False  # whether the blocks have the same arguments, apart from the hidden states, if they do not compute
 
     def same_arguments(self, other: Recorded) -> bool:
         """Whether the blocks had equal arguments in another run, apart from the hidden states."""

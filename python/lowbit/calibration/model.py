@@ -178,7 +178,7 @@ class _Run:
         # At 1 bit GPTQ makes tables worse.
         by_gptq = {name for name, config in plan.tables.items() if config.bits > 1 and name not in kept}
         table_moments = moments_of_tables(model, sample.batches, () if self.method == "importance" else by_gptq)
-        originals, moments, skippable = self._first_pass([name for name in plan.early if name not in kept])
+        originals, moments = self._first_pass([name for name in plan.early if name not in kept])
         for names in plan.shared:
             packer.pack_shared(names, moments)
         packer.pack_tables(plan.tables, table_moments)
@@ -192,7 +192,7 @@ class _Run:
             tuner = Tuner(packer, sample, self.tables, self.fitting)
         for name in plan.lists:
             if name in originals:
-                quantize_blocks(model, name, originals.pop(name), plan.in_blocks, packer, sample, tuner, name in skippable)
+                quantize_blocks(model, name, originals.pop(name), plan.in_blocks, packer, sample, tuner)
         quantize_rest(model, plan.in_blocks, packer, sample)
         packer.pack_experts(model, "", partial(sample.run, model))
         if teacher is not None:
@@ -203,19 +203,17 @@ class _Run:
     def _is_embedding(self, name: str) -> bool:
         return isinstance(self.configs[name], EmbeddingConfig)
 
-    def _first_pass(self, early: list[str]) -> tuple[dict[str, list[Recorded]], dict[str, Moments], set[str]]:
+    def _first_pass(self, early: list[str]) -> tuple[dict[str, list[Recorded]], dict[str, Moments]]:
         """Runs the float model once over the text.
 
         Returns:
-            For each list of blocks, how its blocks are called in each batch; the moments of the inputs of ``early``; and the
-            lists whose blocks have the same arguments if they do not compute.
+            For each list of blocks, how its blocks are called in each batch; and the moments of the inputs of ``early``.
         """
         model, lists = self.model, self.plan.lists
         blocks = {name: list(model.get_submodule(name)) for name in lists}
         recordings: dict[str, list[Recorded]] = {name: [] for name in lists}
         moments: dict[str, Moments] = {}
         layers = {name: model.get_submodule(name) for name in early}
-        skippable: set[str] = set()
         for i, mask in enumerate(self.sample.masks if lists or layers else ()):
             missing = set(layers)
             running: dict[str, Recorded] = {}
@@ -239,8 +237,9 @@ class _Run:
                 stack.enter_context(inputs_of(layers, take))
                 for name in lists:
                     alone = lists == [name] and not layers  # nothing else is needed from the run
-                    recorder = blocks_of(blocks[name], stop_after=alone, skips=alone and name in skippable)
-                    running[name] = stack.enter_context(recorder)
+                    known = recordings.get(name, [])
+                    skips = alone and len(known) > 0 and known[0].skippable
+                    running[name] = stack.enter_context(blocks_of(blocks[name], stop_after=alone, skips=skips))
                 with suppress(StopRun):
                     self.sample.run(model, i)
             for name in list(recordings):
@@ -248,9 +247,9 @@ class _Run:
                 # If something runs between blocks, they are quantized by runs of the whole model.
                 if not running[name].chained:
                     del recordings[name]
-                elif len(recordings[name]) == 1 and self._skippable(name, running[name]):
-                    skippable.add(name)
-        return recordings, moments, skippable
+                elif i == 0:
+                    running[name].skippable = self._skippable(name, running[name])
+        return recordings, moments
 
     def _skippable(self, name: str, recorded: Recorded) -> bool:
         """Whether the arguments of the float blocks in the first batch are those of a run in which no block computes.

@@ -219,8 +219,9 @@ def test_the_runner_continues_a_saved_text(kind, runners, exported, tmp_path):
     whole = tokens(exported.prompts[0], 24)
     first = tokens(exported.prompts[0], 9, "--save", text)
     assert first + tokens(first[-1:], 15, "--load", text) == whole
+    length = len(exported.prompts[0])
     for wrong, message in (
-        (["--max-length", 5], "expected fewer than the model's 5"),
+        (["--max-length", length], f"expected fewer than the model's {length}"),
         (["--max-length", 1 << 30], "a text has room for"),
         (["--cache", "int3"], "int3"),
         (["--cache", "int8,float16"], "keys and values have the cache types 3 and 2"),

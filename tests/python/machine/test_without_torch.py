@@ -20,7 +20,7 @@ from lowbit.llm.loading import load_model, load_tokenizer, stop_tokens
 from lowbit.llm.plan_files import PLAN
 from needs import need_packages
 from packaging.requirements import Requirement
-from test_serve import Client
+from served_models import Client
 
 need_packages("starlette", "uvicorn", "llguidance", "jinja2")
 

@@ -28,7 +28,7 @@ import transformers
 from lowbit.serve import embeddings, planned_texts
 from lowbit.serve.planned_texts import PlannedTexts
 from sentence_models import POSITIONS, PROMPTS, TEXTS, save_encoder, save_reranker
-from test_serve import Client
+from served_models import Client
 
 LONG = "word " * POSITIONS
 ITEMS = [embeddings.Input(text, prompt) for text in [*TEXTS, "", LONG] for prompt in (None, *PROMPTS)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import TINY
+from command_line import PROMPT, TINY
 from lowbit import llm
 from lowbit.llm.loading import load_model, stop_tokens
 from needs import need_packages
@@ -22,7 +22,7 @@ from lowbit.cli.output import Output
 from lowbit.serve.adapters import adapted
 from lowbit.serve.routes import Limits
 from safetensors.torch import load_file, save_file
-from test_serve import PLAIN, PROMPT, SYSTEM, Client, serving
+from served_models import PLAIN, SYSTEM, Client, serving
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 TARGETS = {"one": ["q_proj", "v_proj"], "other": ["q_proj", "v_proj"], "third": ["down_proj", "lm_head"]}

@@ -24,7 +24,7 @@ from lowbit.serve.engine import Engine
 from lowbit.serve.errors import ApiError
 from lowbit.serve.events import Events
 from lowbit.serve.routes import Limits, Server
-from test_serve import Client, made, serving
+from served_models import Client, made, serving
 
 BODY = {"prompt": "a", "max_tokens": 3, "temperature": 0}
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 80\r\n\r\n"

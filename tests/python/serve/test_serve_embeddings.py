@@ -23,7 +23,7 @@ from lowbit.serve.errors import ApiError
 from lowbit.serve.routes import Limits
 from sentence_models import POSITIONS, TEXTS, save_encoder, save_reranker
 from sentence_transformers import CrossEncoder, SentenceTransformer
-from test_serve import Client, serving
+from served_models import Client, serving
 
 LONG = "word " * POSITIONS
 

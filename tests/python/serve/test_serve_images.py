@@ -28,7 +28,7 @@ import anthropic
 import openai
 from lowbit.serve import image_conversations, run
 from lowbit.serve.routes import Limits
-from test_serve import Client, made, serving
+from served_models import Client, made, serving
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
 
 from lowbit.serve.routes import Limits
 from serve_load import Alone, held, idle, leaks, play
-from test_serve import Client, made, serving
+from served_models import Client, made, serving
 
 
 @pytest.mark.more

@@ -22,7 +22,7 @@ need_packages("starlette", "uvicorn")
 
 from lowbit.serve import page as served
 from lowbit.serve.routes import Limits
-from test_serve import Client, made, serving
+from served_models import Client, made, serving
 
 SHOWN = """JSON.stringify([...document.querySelectorAll('#log > div')].map(
     box => [box.className, (box.querySelector('.text') ?? box).textContent]))"""

@@ -21,8 +21,8 @@ need_packages("starlette", "uvicorn", "llguidance")
 
 from lowbit.serve.model_list import LanguageModel
 from lowbit.serve.routes import Limits
+from served_models import DRAWN, SYSTEM, TEXTS, TOOLS, WITH_TOOLS, Client, serving
 from test_chat import PLAIN
-from test_serve import DRAWN, SYSTEM, TEXTS, TOOLS, WITH_TOOLS, Client, serving
 
 LENGTH = 256
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -21,7 +21,7 @@ from lowbit.serve.errors import ApiError
 from lowbit.serve.protocol import Chat, Completion
 from lowbit.serve.routes import Limits
 from lowbit.serve.tools import Held, find_calls
-from test_serve import CHAT, TOOLS, WITH_TOOLS, Client, FakeEncoder, made, serving
+from served_models import CHAT, TOOLS, WITH_TOOLS, Client, FakeEncoder, made, serving
 
 
 @pytest.fixture(scope="module")

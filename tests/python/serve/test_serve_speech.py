@@ -23,9 +23,9 @@ from lowbit.serve.routes import Limits
 from lowbit.speech import load_audio, load_transcriber
 from lowbit.speech.subtitles import subtitle
 from recordings import container, sound
+from served_models import Client, serving
 from speech_models import SECOND, tiny_whisper
 from starlette.datastructures import UploadFile
-from test_serve import Client, serving
 
 PACKED = lowbit.LowBitConfig(bits=4, group_size=32)
 SECONDS = (4.3, 0.7, 2.0)
