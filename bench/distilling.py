@@ -1,6 +1,7 @@
 """Measures distillation: Gemma 3 270M at few bits, calibrated by auto, then with its scales learned.
 
-    python bench/distilling.py [--target-bits 2.5] [--tokens 16384] [--steps 56] [--rate 0.001] [--directory build/reality]
+    python bench/distilling.py [--target-bits 2.5] [--auto-tokens 8192] [--tokens 16384] [--steps 56] [--rate 0.001]
+                               [--directory build/reality]
 
 Without --target-bits: 2 bits with fitted levels. Inputs are rotated. Prints the KL divergence to the float model in nats,
 before and after, on the text of `make bench-reality`.
@@ -19,13 +20,12 @@ from lowbit.calibration.learning import put_weights
 from lowbit.calibration.model import evaluating
 from reality_weights import calibrate, calibration_text, packed_size
 
-_AUTO_TOKENS = 8192
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target-bits", type=float, help="mixed widths with this mean number of bits per weight")
-    parser.add_argument("--tokens", type=int, default=16384, help="tokens of the text for distillation; auto has 8192")
+    parser.add_argument("--auto-tokens", type=int, default=8192, help="tokens of the text for auto")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of the text for distillation")
     parser.add_argument("--steps", type=int, default=56)
     parser.add_argument("--rate", type=float, default=0.001)
     parser.add_argument("--directory", type=Path, default=Path("build/reality"))
@@ -42,7 +42,7 @@ def main() -> None:
     begin = time.process_time()
     levels = {} if options.target_bits is not None else {"bits": 2, "levels": "fit"}
     config = lowbit.LowBitConfig(rotate=True, **levels)
-    model = calibrate(pair, _AUTO_TOKENS, config, options.target_bits)
+    model = calibrate(pair, options.auto_tokens, config, options.target_bits)
     row("auto", model, begin)
     inputs, _ = batches(model, [calibration_text()], pair.tokenizer, 512, options.tokens)
     begin = time.process_time()
