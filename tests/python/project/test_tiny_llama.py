@@ -149,7 +149,6 @@ def training_texts(heldout):
     return corpus.documents(heldout)
 
 
-@pytest.mark.more
 def test_held_out_text_is_not_in_the_training_text(heldout, training_texts):
     """No name, paragraph or run of eight words is in both, to avoid data leakage."""
     assert len(heldout) >= 10 and 60e3 <= sum(map(len, heldout.values())) <= 100e3

@@ -12,8 +12,6 @@ from command_line import document, documented_keys, invoke, keys_in, run
 from lowbit.machine import memory
 from lowbit.tools.doctor import checks, surfaces
 
-pytestmark = pytest.mark.more
-
 COMPILER = "install a C++ compiler (Debian, Ubuntu: apt-get install g++), or name one in the environment variable CXX"
 REMEDY = f"pip install executorch=={lowbit._C.executorch_version.partition('+')[0]}, which this lowbit was built for"
 
@@ -25,6 +23,7 @@ def hidden(tmp_path, line: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+@pytest.mark.more
 def test_without_compiler_and_executorch(tmp_path):
     environment = hidden(tmp_path, "import sys; sys.modules['executorch'] = None")
     (tmp_path / "bin").mkdir()
@@ -50,6 +49,7 @@ def test_without_compiler_and_executorch(tmp_path):
     assert {f"linear, {bits} bits" for bits in range(1, 9)} <= set(said["kernels"])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["torch.compile", ".pt2", ".pte", "C++"])
 def test_installed_parts_work(name, executorch):
     if name != ".pte" and not any(map(shutil.which, ("c++", "g++", "clang++"))):

@@ -20,8 +20,6 @@ from lowbit.llm.perplexity import perplexity
 from lowbit.tools.report.measure_methods import same_neighbors
 from needs import need_packages
 
-pytestmark = pytest.mark.more
-
 
 def look(page: Path, width: int, height: int) -> dict:
     """Measurements of the page in a browser window of this size."""
@@ -75,6 +73,7 @@ def made(small, tmp_path_factory):
     return directory, options, calibrated, result
 
 
+@pytest.mark.more
 def test_figures_are_the_librarys(made, small):
     directory, _, _, result = made
     said = document(result)
@@ -128,6 +127,7 @@ def test_figures_are_the_librarys(made, small):
     assert type(load_model(small)).__name__ == said["architecture"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)], ids=["desktop", "phone"])
 def test_the_page_in_a_browser(made, width, height):
     directory = made[0]
@@ -148,6 +148,7 @@ def test_the_page_in_a_browser(made, width, height):
         assert box["texts"] >= 6 and box["paths"] >= 10 and box["inside"]
 
 
+@pytest.mark.more
 def test_measured_methods_are_not_measured_again(made, small):
     directory, options, calibrated, _ = made
     before = json.loads((directory / "report.json").read_text())
@@ -185,6 +186,7 @@ def test_measured_methods_are_not_measured_again(made, small):
     assert 'data-plot="quality"' in page and 'data-plot="speed"' not in page and 'data-plot="layers"' not in page
 
 
+@pytest.mark.more
 def test_an_embedding_model(tmp_path):
     from transformers import AutoTokenizer, BertConfig, BertModel
 
@@ -261,6 +263,7 @@ def test_refusals(packed, tmp_path):
     assert not (tmp_path / "q.html").exists()
 
 
+@pytest.mark.more
 def test_without_matplotlib(tmp_path, run_python):
     (tmp_path / "text.txt").write_text("Return the number of items.")
     script = "import sys; sys.modules['matplotlib'] = None; sys.argv[0] = 'lowbit'\nfrom lowbit.cli import main; main()"
@@ -282,6 +285,7 @@ def test_where_others_are_ahead_is_said():
     assert ahead([*ours, better, row("GGUF", 100, 40.5)], False) == [(row("GGUF", 100, 40.5), ours[0])]  # higher is better
 
 
+@pytest.mark.more
 def test_formats_of_other_projects():
     from lowbit.tools.report.peers import peers
 
