@@ -54,7 +54,8 @@ def read_mlx(stock: Stock) -> list[SourceTensor]:
 def _settings(stock: Stock, layer: str) -> tuple[str, Any, Any]:
     """Mode, bits and group size of a layer; None for bits and a size that the settings leave out."""
     own = stock.settings.get(layer)
-    settings = {**stock.settings, **own} if isinstance(own, dict) else stock.settings
+    # Without a mode of its own such a layer is affine, whatever the mode of the others.
+    settings = {**stock.settings, "mode": "affine", **own} if isinstance(own, dict) else stock.settings
     mode = settings.get("mode", "affine")
     if mode != "affine" and (not isinstance(mode, str) or mode not in _OF_MODE):
         raise ValueError(f"{stock.path} has the mode {mode!r:.100} for {layer}; lowbit imports affine, {', '.join(_OF_MODE)}")

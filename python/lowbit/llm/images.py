@@ -109,7 +109,7 @@ def read_image(file: BinaryIO, name: str, most: int = MOST_PIXELS) -> Any:
             with pillow.open(file, formats=_FORMATS) as image:
                 pixels = image.width * image.height
                 if pixels <= most:  # checked before decoding
-                    return turned.exif_transpose(image).convert("RGB")
+                    return _upright(image, turned)
     except MemoryError:
         raise
     except pillow.UnidentifiedImageError as error:
@@ -119,6 +119,25 @@ def read_image(file: BinaryIO, name: str, most: int = MOST_PIXELS) -> Any:
     except Exception as error:  # Pillow raises all kinds of exceptions for damaged files
         raise ValueError(f"{name} is a damaged image: {one_line(error)}") from error
     raise ValueError(f"{name} has {pixels} pixels; expected at most {most}")
+
+
+def _upright(image: Any, turned: Any) -> Any:
+    """A Pillow image as RGB, rotated according to its EXIF orientation.
+
+    Raises:
+        ValueError: its numbers have no fixed range.
+    """
+    image = turned.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        return image.point(lambda value: value / 256, "L").convert("RGB")  # Pillow itself cuts off everything above 255
+    if image.mode in ("I", "F"):
+        least, most = image.getextrema()
+        if not (least >= 0 and 1 < most <= 255):
+            raise ValueError(
+                f"the image has the mode {image.mode} with values from {least:g} to {most:g}; expected 0 to 255, or the mode L "
+                "or RGB"
+            )
+    return image.convert("RGB")
 
 
 def scaled(image: Any, most: int) -> Any:
@@ -135,7 +154,7 @@ def as_image(image: Any) -> Any:
 
     Raises:
         TypeError: it is neither.
-        ImportError, OSError, ValueError: as :func:`open_image`, or it has no pixels.
+        ImportError, OSError, ValueError: as :func:`open_image`, or it has no pixels, or numbers without a fixed range.
     """
     if isinstance(image, str | os.PathLike):
         return open_image(image)
@@ -143,7 +162,7 @@ def as_image(image: Any) -> Any:
         raise TypeError(f"the image is a {type(image).__name__}; expected a path or an image of Pillow")
     if not all(image.size):
         raise ValueError(f"the image has {'x'.join(map(str, image.size))} pixels; expected at least one")
-    return image.convert("RGB")
+    return _upright(image, import_module("PIL.ImageOps"))
 
 
 class ImageStep:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import inspect
 import math
 import struct
 import time
@@ -244,7 +245,23 @@ def _load_by_torch(path: Path, scores: bool) -> Any:
     if scores and model.num_labels != 1:
         raise ValueError(f"{path} has a classifier of {model.num_labels} labels; expected 1, the score of a reranker")
     fuse_(model)
+    _forget_padding(model)
     return model.eval()
+
+
+def _forget_padding(model: Any) -> None:
+    """Makes the positions of a text those that it has alone, also if the tokenizer pads at the left, as Qwen3 Embedding's."""
+    if not any(type(module).__name__ == "LogitScore" for module in model):
+        model.tokenizer.padding_side = "right"
+        return
+    # The score is read from the last column, so padding stays at the left.
+    if "position_ids" in inspect.signature(type(model[0].model).forward).parameters:
+        model[0].register_forward_pre_hook(_count_shown)
+
+
+def _count_shown(module: Any, arguments: tuple[dict[str, Any], ...]) -> None:
+    features = arguments[0]
+    features["position_ids"] = (features["attention_mask"].cumsum(1) - 1).clamp(min=0)
 
 
 @dataclass

@@ -88,20 +88,23 @@ def test_floats_of_mlx(tmp_path, mode, bits, group):
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
-def test_a_width_of_each_layer(tmp_path):
-    """Settings of single layers; an embedding table is a layer, too."""
-    settings = {"group_size": 32, "bits": 4, "mode": "affine", LAYER: {"group_size": 16, "bits": 6}}
-    made = {"others": mlx(4, 32, torch.bfloat16), LAYER: mlx(6, 16, torch.bfloat16)}
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_a_width_of_each_layer(tmp_path, mode):
+    """Settings of single layers, which are affine without a mode of their own; an embedding table is a layer, too."""
+    settings = {"group_size": 32, "bits": 4, "mode": mode, LAYER: {"group_size": 16, "bits": 6}}
+    made = {"others": mlx(4, 32, torch.bfloat16, mode), LAYER: mlx(6, 16, torch.bfloat16)}
     model = checkpoint(tmp_path / "in", settings, made["others"])
     as_mlx(tmp_path / "in", settings)
     weight, tensors = made[LAYER](*model.get_submodule(LAYER).weight.shape)
-    table, of_table = mlx(4, 32)(*model.model.embed_tokens.weight.shape)
+    table, of_table = mlx(4, 32, mode=mode)(*model.model.embed_tokens.weight.shape)
     new = {f"{LAYER}.{leaf}": tensor for leaf, tensor in tensors.items()}
     new |= {f"model.embed_tokens.{leaf}": tensor for leaf, tensor in of_table.items()}
     change_tensors(tmp_path / "in" / "model.safetensors", lambda stored: stored.update(new))
     summary = lowbit.import_checkpoint(tmp_path / "in", tmp_path / "out")
     sources = {tensor.name.rpartition(".")[0]: tensor.source for tensor in summary.tensors}
-    assert sources[LAYER] == "MLX, 6 bits" and sources["model.embed_tokens"] == "MLX, 4 bits"
+    assert (
+        sources[LAYER] == "MLX, 6 bits" and sources["model.embed_tokens"] == f"MLX, {'4 bits' if mode == 'affine' else 'MXFP4'}"
+    )
     stored = load_file(tmp_path / "out" / "model.safetensors")
     found = lowbit.embedding(torch.arange(len(table)), stored["model.embed_tokens.packed_weight"], table.shape[1])
     assert torch.equal(found, table)

@@ -6,6 +6,7 @@ import shutil
 import sys
 
 import lowbit
+import numpy
 import pytest
 import torch
 from command_line import FLOAT, document, documented_keys, error, invoke, keys_in
@@ -14,7 +15,7 @@ from lowbit import llm
 from lowbit.llm.batch import Batch
 from lowbit.llm.generation import Text
 from lowbit.llm.image_decoder import ImageDecoder, ImagePrompt
-from lowbit.llm.images import ImageStep, message
+from lowbit.llm.images import ImageStep, as_image, message
 from lowbit.llm.loading import load_image_model, load_image_processor
 from needs import need_packages
 
@@ -381,6 +382,34 @@ def test_formats_of_images(tmp_path, kind):
     PIL.Image.new("RGB", (40, 30), (0, 255, 0)).save(tmp_path / "a.jpg", kind)  # the file name does not matter
     image = llm.open_image(tmp_path / "a.jpg")
     assert (image.size, image.mode) == ((40, 30), "RGB") and image.getpixel((5, 5))[1] > 250
+
+
+def test_images_of_wide_numbers(tmp_path):
+    """Pillow's own conversion would make everything above 255 white."""
+    grays = numpy.array([[0, 255, 256], [32768, 65000, 65535]], numpy.uint16)
+    image = PIL.Image.fromarray(grays)
+    image.save(tmp_path / "gray.png")
+    for given in (tmp_path / "gray.png", image):
+        assert numpy.array_equal(numpy.asarray(as_image(given))[..., 2], grays // 256)
+    small = PIL.Image.fromarray(numpy.array([[7, 200]], numpy.int32))
+    assert [as_image(small).getpixel((x, 0)) for x in range(2)] == [(7, 7, 7), (200, 200, 200)]
+    for values, message in (
+        (numpy.array([[0, 1000]], numpy.int32), "mode I with values from 0 to 1000; expected 0 to 255"),
+        (numpy.array([[0.0, 0.5]], numpy.float32), "mode F with values from 0 to 0.5; expected 0 to 255"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            as_image(PIL.Image.fromarray(values))
+
+
+def test_images_of_pillow_are_rotated_as_files_are(tmp_path):
+    image = PIL.Image.new("RGB", (4, 2))
+    image.putpixel((0, 0), (255, 255, 255))
+    image.getexif()[0x0112] = 6  # orientation
+    image.save(tmp_path / "x.png", exif=image.getexif())
+    with PIL.Image.open(tmp_path / "x.png") as opened:
+        for given in (tmp_path / "x.png", opened):
+            found = as_image(given)
+            assert found.size == (2, 4) and found.getpixel((1, 0)) == (255, 255, 255)
 
 
 @pytest.mark.parametrize("kind", ["EPS", "TIFF", "PPM", "ICO", "PDF", "TGA", "PCX", "SGI", "ICNS", "DDS", "JPEG2000"])

