@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError, from_json
 from ..llm.sampling import Sampling
 from .bodies import AS_LIST, FIRST, LEAST_BYTES, Body, Part, Schema, StopText, Token, check_bytes, dumped, few
 from .errors import bad, shortened
+from .schemas import closed
 
 _MOST_SCHEMA = 1 << 17  # bytes of a schema or grammar
 _MOST_TOOLS = 1 << 18  # bytes of all tools of a request
@@ -44,10 +45,10 @@ def check_constants(name: str, schema: Any) -> None:
 
 
 def dumped_schema(name: str, schema: Any) -> str:
-    """A schema as JSON, checked."""
-    text = dumped(name, schema, _MOST_SCHEMA)
+    """A schema as JSON, checked and :func:`closed`."""
+    dumped(name, schema, _MOST_SCHEMA)
     check_constants(name, schema)
-    return text
+    return json.dumps(closed(schema))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from ..llm.stopping import overlap
 from .dialects import DECODER, DIALECTS, Functions, Reader, read_code, read_json
 from .errors import bad
 from .protocol import Chat, Grammar, check_constants
+from .schemas import closed
 
 if TYPE_CHECKING:
     from .model_list import LanguageModel
 
-_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+_NOTHING = {"type": "object", "properties": {}}
 _ANY = {"type": "object"}
 _THOUGHT = "</think>"
 _READERS = {each.begin: each.read for each in DIALECTS}
@@ -64,12 +65,12 @@ class Tools:
         free = not self.forced and answer is None  # arguments of other functions may be any object
         for each in wanted if not free else self.strict:
             check_constants("tools", self.functions[each])
-        rules = [
-            f'call{number}: {json.dumps(json.dumps({"name": each["name"]})[:-1] + ", ")} "\\"arguments\\": " '
-            f'%json {_spaced(_ANY if free and each["name"] not in self.strict else each.get("parameters") or _NOTHING)} "}}"'
-            for number, each in enumerate(each["function"] for each in self.documents)
-            if each["name"] in wanted
-        ]
+        rules = []
+        for number, each in enumerate(each["function"] for each in self.documents):
+            if (name := each["name"]) in wanted:
+                schema = _ANY if free and name not in self.strict else closed(each.get("parameters") or _NOTHING)
+                begin = json.dumps(json.dumps({"name": name})[:-1] + ", ")
+                rules.append(f'call{number}: {begin} "\\"arguments\\": " %json {_spaced(schema)} "}}"')
         calls = " | ".join(rule.partition(":")[0] for rule in rules)
         if self.forced:
             return Grammar("call", "\n".join([f"start: {calls}", *rules]), "tools")

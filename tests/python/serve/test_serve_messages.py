@@ -137,7 +137,7 @@ def test_a_forced_tool_and_a_schema(claude):
         )
         (use,) = said.content
         assert use.name == "weather" and use.input["town"] in ("Oslo", "Rome") and said.stop_reason == "tool_use"
-    schema = {"type": "object", "properties": {"x": {"enum": [5]}}, "required": ["x"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"x": {"enum": [5]}}, "required": ["x"]}
     said = claude.messages.create(
         model="tiny", messages=USER, max_tokens=100, output_config={"format": {"type": "json_schema", "schema": schema}}
     )

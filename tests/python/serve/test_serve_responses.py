@@ -135,7 +135,7 @@ def test_the_store_has_a_limit():
 
 
 def test_a_schema_and_a_forced_function(gpt):
-    schema = {"type": "object", "properties": {"x": {"enum": [5]}}, "required": ["x"], "additionalProperties": False}
+    schema = {"type": "object", "properties": {"x": {"enum": [5]}}, "required": ["x"]}
     form = {"format": {"type": "json_schema", "name": "five", "schema": schema, "strict": True}}
     said = strict(gpt.responses.create(model="tiny", input="x", text=form, max_output_tokens=100))
     assert json.loads(said.output_text) == {"x": 5} and said.text.format.name == "five"

@@ -12,7 +12,7 @@ from served_models import CHAT, TOOLS, WITH_TOOLS, Client, client, loaded, made,
 
 SCHEMA = {
     "type": "object", "properties": {"name": {"enum": ["list", "dict"]}, "empty": {"type": "boolean"}},
-    "required": ["name", "empty"], "additionalProperties": False,
+    "required": ["name", "empty"],
 }  # fmt: skip
 
 
