@@ -12,8 +12,6 @@ from command_line import ONE_THREAD, ROOT, TINY, shortened
 from lowbit.llm.loading import load_model, load_tokenizer
 from lowbit.llm.perplexity import perplexity
 
-pytestmark = pytest.mark.more
-
 SCRIPT = ROOT / "examples" / "qat" / "train.py"
 
 
@@ -23,6 +21,7 @@ def train(*arguments) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.more
 def test_a_few_steps_gain(tmp_path):
     process = train(
         "--output", tmp_path / "model", "--steps", 6, "--sequences", 2, "--threads", 1, "--documents", 40,
@@ -40,6 +39,7 @@ def test_a_few_steps_gain(tmp_path):
     assert bits == {2} and model.lm_head.info.bits == 4
 
 
+@pytest.mark.more
 def test_each_matrix_gets_its_own_width(tmp_path):
     """--target-bits: all packed matrices together meet the mean, and these widths are trained and saved."""
     shortened(tmp_path / "float", 2)
