@@ -63,10 +63,10 @@ class TextModel:
 
     @property
     def at_once(self) -> int:
-        """Texts per call of a model of torch. Attention that is the model's own code also computes padding, which changes the
-        rounding of other tokens, so each text has a call of its own."""
+        """Texts per call of the model."""
         if isinstance(self.model, PlannedTexts):
             return AT_ONCE
+        # Attention that is the model's own code computes padding, too, and rounds other tokens differently beside it.
         from ..hf.masked import ATTENTION
 
         config = getattr(getattr(self.model[0], "model", None), "config", None)
