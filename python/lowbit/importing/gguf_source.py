@@ -137,7 +137,12 @@ class _Reader:
                         path = self.metadata.path
                         raise ValueError(f"{path} has no ffn_{missing[0]}_exps.{leaf} for {holder}; expected one")
                     suffix = "_bias" if leaf == "bias" else ""
-                    outputs.append(self._experts([tensors[part, leaf] for part in wanted], f"{holder}.{name}{suffix}"))
+                    outputs.append(self._experts([tensors.pop((part, leaf)) for part in wanted], f"{holder}.{name}{suffix}"))
+            for stored in tensors.values():
+                raise ValueError(
+                    f"{stored.path} has {stored.name} beside the other matrices of the experts; expected gate and up, or both "
+                    "in one" + (", but no gate in this architecture" if self.architecture.ungated else "")
+                )
         return outputs
 
     def _is_drafting(self, name: str) -> bool:

@@ -62,6 +62,17 @@ class TextModel:
         self.tokenizer = copy.deepcopy(self.model.tokenizer)
 
     @property
+    def at_once(self) -> int:
+        """Texts per call of the model."""
+        if isinstance(self.model, PlannedTexts):
+            return AT_ONCE
+        # Attention that is the model's own code computes padding, too, and rounds other tokens differently beside it.
+        from ..hf.masked import ATTENTION
+
+        config = getattr(getattr(self.model[0], "model", None), "config", None)
+        return AT_ONCE if getattr(config, "_attn_implementation", None) == ATTENTION else 1
+
+    @property
     def max_length(self) -> int | None:
         """Largest number of tokens of a text or pair; None: no limit."""
         found: int | None = self.model.max_seq_length
@@ -128,7 +139,7 @@ class Encoder(TextModel):
                 rows[place] = self._embed_tokens(item.text)
         for prompt, places in groups.items():
             texts = [items[place].text for place in places]  # type: ignore[union-attr]
-            found = self.model.encode(texts, prompt_name=prompt, show_progress_bar=False)
+            found = self.model.encode(texts, prompt_name=prompt, batch_size=self.at_once, show_progress_bar=False)
             rows.update(zip(places, found, strict=True))
         return [rows[place] for place in range(len(items))]
 
@@ -157,7 +168,9 @@ class Reranker(TextModel):
         return self.encode(*item)
 
     def compute(self, items: Sequence[Item]) -> list[np.ndarray]:
-        scores = self.model.predict(list(items), show_progress_bar=False, activation_fn=lambda scores: scores)
+        scores = self.model.predict(
+            list(items), batch_size=self.at_once, show_progress_bar=False, activation_fn=lambda scores: scores
+        )
         return [np.array([self._activated(score)], np.float32) for score in scores]
 
     def _activated(self, score: np.float32) -> float:

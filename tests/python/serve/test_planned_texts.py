@@ -27,7 +27,7 @@ import sentence_transformers
 import transformers
 from lowbit.serve import embeddings, planned_texts
 from lowbit.serve.planned_texts import PlannedTexts
-from sentence_models import POSITIONS, PROMPTS, TEXTS, save_encoder, save_padded_left, save_reranker
+from sentence_models import POSITIONS, PROMPTS, TEXTS, save_encoder, save_own_attention, save_padded_left, save_reranker
 from served_models import Client
 
 LONG = "word " * POSITIONS
@@ -87,6 +87,16 @@ def test_padding_at_the_left_changes_no_bits(tmp_path):
         expected = [models[0].compute([item])[0] for item in items]
         for model in models:
             assert all(map(np.array_equal, model.compute(items), expected))
+
+
+def test_attention_of_a_models_own(tmp_path):
+    """It computes padding, too, and rounds other tokens differently beside it."""
+    save_own_attention(tmp_path)
+    quantize_checkpoint(tmp_path / "encoder", tmp_path / "packed", lowbit.LowBitConfig(bits=8))
+    model = embeddings.load("x", tmp_path / "packed")
+    items = [embeddings.Input(text) for text in (*TEXTS, LONG)]
+    assert model.at_once == 1
+    assert all(map(np.array_equal, model.compute(items), [model.compute([item])[0] for item in items]))
 
 
 def test_tokens_and_similarities(directory, monkeypatch):

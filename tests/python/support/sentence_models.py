@@ -65,3 +65,10 @@ def save_padded_left(directory: Path) -> None:
     _save(directory / "causal", transformers.Qwen3ForCausalLM, **more)
     scored = parts.Transformer(str(directory / "causal"), transformer_task="text-generation")
     CrossEncoder(modules=[scored, LogitScore(1200, 1300)], device="cpu").save_pretrained(str(directory / "reranker"))
+
+
+def save_own_attention(directory: Path) -> None:
+    """Saves an encoder whose attention is its own code."""
+    _save(directory / "mpnet", transformers.MPNetModel)
+    chain = [parts.Transformer(str(directory / "mpnet"), max_seq_length=64), parts.Pooling(64)]
+    SentenceTransformer(modules=chain, device="cpu").save_pretrained(str(directory / "encoder"))
