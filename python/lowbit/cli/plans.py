@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from ..machine.facts import free_memory
 from .models import check_threads
 from .output import Output, describe
 
+# Heads of models that write no text, although their model_type may have a causal language model, too (BERT).
+_OTHER = re.compile("For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering)$")
 _SHORT = 64  # tokens of the text with which a decoder is proven; plans are for texts of any length
 
 
@@ -82,8 +85,9 @@ def make_plan(output: Output, path: Path) -> None:
 
     try:
         size = sum(os.path.getsize(file) for file in files_of(path)[0])
-        kind, embeds = read_config(path).get("model_type"), (path / "modules.json").is_file()
-        known = embeds or kind == "whisper" or kind in causal_model_types()
+        config, embeds = read_config(path), (path / "modules.json").is_file()
+        kind, classes = config.get("model_type"), config.get("architectures") or []
+        known = embeds or kind == "whisper" or (kind in causal_model_types() and not any(map(_OTHER.search, classes)))
         if not are_allowed() or not known or not is_packed(path) or 2 * size > (free_memory() or 0):
             return
         with output.progress(f"making {path / PLAN}"):

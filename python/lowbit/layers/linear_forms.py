@@ -1,8 +1,8 @@
 """Equivalent torch.nn.Linear layers, sharing memory, for other layers whose weight is a matrix.
 
-transformers' Conv1D (GPT-2 and relatives) stores its weight as [in, out]; FalconLinear rounds the product before adding the
-bias. Both are recognized by name, so transformers is not imported here. A convolution (layers/convolutions.py) is a linear
-layer over the rows that its window cuts out of the input.
+transformers' Conv1D (GPT-2 and relatives) stores its weight as [in, out]; some subclasses of torch.nn.Linear compute the same.
+All are recognized by name, so their packages are not imported here. A convolution (layers/convolutions.py) is a linear layer over
+the rows that its window cuts out of the input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import nn
 from .convolutions import Window, window_of
-from .replacing import FALCON, class_name, take_place
+from .replacing import LINEARS, class_name, take_place
 
 TRANSPOSED = "_lowbit_transposed"  # attribute of an equivalent layer whose module stores its weight as [in, out]
 CONV1D = "transformers.pytorch_utils.Conv1D"
@@ -81,4 +81,4 @@ def equivalent_linear(module: torch.nn.Module) -> torch.nn.Linear | None:
     if window is not None:
         return _of_convolution(module, window)
     name = class_name(module)
-    return of_conv1d(module) if name == CONV1D else _linear(module, module.weight) if name == FALCON else None
+    return of_conv1d(module) if name == CONV1D else _linear(module, module.weight) if name in LINEARS else None

@@ -18,7 +18,7 @@ from .convolutions import why_float
 from .embedding_layers import table_of
 from .expert_stacks import Experts, experts_of
 from .linear_forms import TRANSPOSED, equivalent_linear, flatten
-from .replacing import Prepared, class_of, refuse_hooked_weights
+from .replacing import Prepared, class_name, class_of, refuse_hooked_weights
 
 Layer: TypeAlias = torch.nn.Module | Experts
 
@@ -184,7 +184,10 @@ def warn_of_floats(
                 packed += size
             elif names.isdisjoint(chosen):
                 explained = next((layer for layer in sorted(names) if layer in reasons), None)
-                why = type(module).__name__ if explained is None else reasons[explained]
+                # A subclass often has the name of its base class.
+                is_subclass = isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+                kind = class_name(module) if is_subclass else type(module).__name__
+                why = kind if explained is None else reasons[explained]
                 unasked[why] += size
                 if explained is not None:
                     examples.setdefault(why, explained)

@@ -10,7 +10,9 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .packed_module import Packed
 
-FALCON = "transformers.models.falcon.modeling_falcon.FalconLinear"  # rounds the product before it adds the bias
+# Subclasses of torch.nn.Linear that compute the same, but for rounding: the first rounds the product before it adds the bias,
+# the second, of openai-whisper, converts its weight to the input's dtype.
+LINEARS = frozenset({"transformers.models.falcon.modeling_falcon.FalconLinear", "whisper.model.Linear"})
 
 # The hook dicts that move to the packed layer. They are not copied, because a hook's handle removes it from its dict.
 _HOOKS = (
@@ -47,7 +49,7 @@ class Prepared:
 def refuse_subclass(layer: torch.nn.Linear) -> None:
     """Raises TypeError for a subclass of torch.nn.Linear that may compute something else."""
     # Parametrized layers and the output projection of torch.nn.MultiheadAttention inherit the forward method.
-    same = type(layer).forward is torch.nn.Linear.forward or class_name(layer) == FALCON
+    same = type(layer).forward is torch.nn.Linear.forward or class_name(layer) in LINEARS
     if not same:
         raise TypeError(f"a {type(layer).__name__} may use its weight in its own way; expected a torch.nn.Linear")
 

@@ -25,7 +25,7 @@ from ..layers.packable import (
     warn_of_floats,
 )
 from ..layers.patterns import Patterns
-from ..layers.replacing import class_of
+from ..layers.replacing import class_name, class_of
 from ..machine.sizes import size
 from ..packed.rounding import Config, ConvConfig, EmbeddingConfig, LinearConfig
 
@@ -95,6 +95,16 @@ def _refuse_adapters(model: torch.nn.Module, selected: Mapping[str, Config]) -> 
                 )
 
 
+_BASES = (torch.nn.Linear, torch.nn.Embedding, *CLASSES)
+
+
+def _subclasses(model: torch.nn.Module) -> str:
+    """Names the classes of layers that stay float because they are subclasses."""
+    floats = (layer for _, layer in named_layers(model) if isinstance(layer, _BASES) and kind_of(layer) is None)
+    kinds = {class_name(layer) for layer in floats if class_of(layer) not in _BASES}
+    return f"; {', '.join(sorted(kinds))}: a subclass may use its weight in its own way, and stays float" if kinds else ""
+
+
 def choose_layers(
     model: torch.nn.Module,
     config: Config | Mapping[str, Config | None],
@@ -104,7 +114,7 @@ def choose_layers(
     """Like :func:`select_layers`, with the errors and warnings of :func:`quantize_`."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    if class_of(model) in (torch.nn.Linear, torch.nn.Embedding, *CLASSES):
+    if class_of(model) in _BASES:
         name = class_of(model).__name__
         form = "Conv" if class_of(model) in CLASSES else name
         raise TypeError(f"model is itself a torch.nn.{name}; use lowbit.nn.{form}.from_float(model, config)")
@@ -114,7 +124,9 @@ def choose_layers(
             raise ValueError(f"{name} has no shape yet; call the model once before it is quantized")
     selected = select_layers(model, config, filter_fn, experts)
     if not selected:
-        raise ValueError("config selects no torch.nn.Linear or torch.nn.Embedding of this model, and no convolution")
+        raise ValueError(
+            "config selects no torch.nn.Linear or torch.nn.Embedding of this model, and no convolution" + _subclasses(model)
+        )
     _refuse_adapters(model, selected)
     check_floats(model, selected)
 
@@ -191,9 +203,10 @@ def quantize_(
 
     Args:
         model: has layers at any depth. Packed are ``torch.nn.Linear``, ``torch.nn.Embedding``; transformers' ``Conv1D``,
-            ``FalconLinear``, tables that scale or normalize their rows (Gemma, BART), and parameters with the weights of all
-            experts, named after the parameter (``"*.experts.down_proj"``). Other subclasses stay float. A weight that a
-            parametrization computes (torch.nn.utils.parametrizations) is packed as computed. Convolutions are
+            ``FalconLinear``, ``Linear`` of openai-whisper, tables that scale or normalize their rows (Gemma, BART), and
+            parameters with the weights of all experts, named after the parameter (``"*.experts.down_proj"``). Other
+            subclasses stay float. A weight that a parametrization computes (torch.nn.utils.parametrizations) is packed as
+            computed. Convolutions are
             packed if their kernel is 1, if kernel and stride are equal and there is no padding (patches), or, in one
             dimension, if the kernel is at most 4. Grouped (depthwise), dilated and transposed convolutions and those with
             fewer than 16 inputs stay float.

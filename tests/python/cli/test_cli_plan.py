@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,6 +267,17 @@ def test_quantize_convert_and_import_write_plans(tmp_path, monkeypatch):
     assert len({(each / PLAN).read_bytes() for each in made}) == 3
     monkeypatch.setattr(plans, "free_memory", lambda: 1000)
     assert PLAN not in invoke("quantize", FLOAT, tmp_path / "large").stderr and not (tmp_path / "large" / PLAN).exists()
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification", "ForCausalLM"])
+def test_only_language_models_get_the_plan_of_a_decoder(head, packed, tmp_path):
+    """Many encoders have a model_type that has a causal language model, too; others would be told that the decoder refuses them."""
+    model, said = copy_of(packed, tmp_path / "model"), []
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"architectures": [f"Llama{head}"]}))
+    (model / PLAN).unlink(missing_ok=True)
+    plans.make_plan(SimpleNamespace(progress=lambda _: nullcontext(), note=said.append), model)
+    assert bool(said) == (model / PLAN).exists() == (head == "ForCausalLM"), said
 
 
 def test_a_plan_that_cannot_be_written_is_a_note(packed, tmp_path, monkeypatch):

@@ -120,6 +120,23 @@ def test_nothing_selected():
     refused(nn.Sequential(nn.Linear(4, 4)), ValueError, message, EmbeddingConfig())
 
 
+class Linear(nn.Linear):
+    """Has the name of its base class."""
+
+
+def test_subclasses_are_named():
+    """A subclass of another library may use its weight in its own way; that of openai-whisper is known."""
+    model = nn.Sequential(Linear(64, 64), nn.Embedding(32, 64))
+    name = f"{__name__}.Linear"
+    refused(model, ValueError, f"no convolution; {name}: a subclass may use its weight in its own way", LinearConfig())
+    with pytest.warns(UserWarning, match=f"stay float, in {name}; lowbit packs torch.nn.Linear"):
+        lowbit.quantize_(model, EmbeddingConfig())
+    model = nn.Sequential(type("Linear", (nn.Linear,), {"__module__": "whisper.model"})(64, 64, bias=False))
+    expected = lowbit.quantize_tensor(model[0].weight, LinearConfig())
+    lowbit.quantize_(model, LinearConfig())
+    assert torch.equal(model[0].packed_weight, expected)
+
+
 def test_kinds_that_stay_float_are_named():
     model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Conv1d(64, 64, 3), "c": nn.LSTM(8, 8), "d": nn.Linear(64, 64)})
     total = sum(parameter.nbytes for parameter in model.parameters() if parameter.dim() > 1)
