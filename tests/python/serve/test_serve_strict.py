@@ -209,15 +209,10 @@ A, B = {"properties": {"a": {}}}, {"properties": {"b": {}}, "required": ["b"]}
     [
         (A, '{"a": {"c": 1}}', '{"a": 1, "b": 1}'),
         (A | {"additionalProperties": True}, '{"a": 1, "b": 1}', None),
-<<<<<<< HEAD
         (
             {"properties": {"a": {"items": {"$ref": "#/$defs/B"}}}, "$defs": {"B": B}},
             '{"a": [{"b": 1}]}', '{"a": [{"b": 1, "c": 1}]}',
         ),
-=======
-        ({"properties": {"a": {"items": {"$ref": "#/$defs/B"}}}, "$defs": {"B": B}}, '{"a": [{"b": 1}]}',
-         '{"a": [{"b": 1, "c": 1}]}'),
->>>>>>> newcomer3
         ({"anyOf": [A, B]}, '{"b": 1}', '{"c": 1}'),
         ({"properties": {"properties": A}}, '{"properties": {"a": 1}}', '{"properties": {"c": 1}}'),
         ({"properties": {"a": {"const": A}}}, json.dumps({"a": A}), '{"a": {}}'),
