@@ -115,11 +115,7 @@ def test_a_quantized_file_gives_the_experts_its_blocks_stand_for(model, tmp_path
 
 
 def small(
-    kind: str,
-    drop: tuple[str, ...] = (),
-    shapes: dict | None = None,
-    kinds: dict | None = None,
-    more: tuple[str, ...] = (),
+    kind: str, drop: tuple[str, ...] = (), shapes: dict | None = None, kinds: dict | None = None, more: tuple[str, ...] = ()
 ) -> bytes:
     """A qwen3moe with one layer and two experts, with random blocks of a type in the expert tensors."""
     generator, width = np.random.default_rng(0), 256
@@ -171,7 +167,10 @@ def test_experts_of_a_lattice_type(tmp_path):
         ({"shapes": {"down": (256, 256)}}, "blk.0.ffn_down_exps.weight is Q4_0 [256, 256]"),
         ({"shapes": dict.fromkeys(("gate", "up", "down"), (256, 256, 3))}, "has shape [3, 256, 256]; expected [2, 256, 256]"),
         ({"drop": ("gate", "up", "down")}, "lacks 2 of the"),
-        ({"more": ("gate_up",), "shapes": {"gate_up": (256, 512, 2)}}, "has blk.0.ffn_gate_exps.weight beside the other matrices"),
+        (
+            {"more": ("gate_up",), "shapes": {"gate_up": (256, 512, 2)}},
+            "has blk.0.ffn_gate_exps.weight beside the other matrices",
+        ),
     ],
 )
 def test_refusals(tmp_path, changes, message):
