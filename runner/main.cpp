@@ -195,8 +195,8 @@ class Program {
     return check_settings(plan);
   }
 
-  // Refuses a plan if a file beside it that says what the model computes, or how texts begin and end, has changed since the plan
-  // was made. On a device such files may be missing. Of a tokenizer.json, which may be large, only the size is compared.
+  // Refuses a plan if a file beside it that says what the model computes, or how texts begin and end, has changed since the
+  // plan was made. On a device such files may be missing. Of a large tokenizer.json only the size is compared.
   Status check_settings(const std::string& plan) const {
     const auto fact = model_->plan().about.find("program");
     if (fact == model_->plan().about.end()) return {};
