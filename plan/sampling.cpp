@@ -144,7 +144,11 @@ Status draw(const Sampling& sampling, const std::set<int64_t>& seen, std::vector
   for (float& each : probabilities) each /= static_cast<float>(sum);
   if (sampling.top_p < 1.0) keep_nucleus(sampling.top_p, probabilities);
   if (sampling.min_p > 0.0) {
-    const float smallest = static_cast<float>(std::log(sampling.min_p));
+    float largest = -HUGE_VALF;  // of those that are left: at a high temperature top_p may have removed the largest of all
+    for (size_t i = 0; i < logits.size(); ++i) {
+      if (probabilities[i] > 0.0f) largest = std::max(largest, logits[i]);
+    }
+    const float smallest = largest + static_cast<float>(std::log(sampling.min_p));
     for (size_t i = 0; i < logits.size(); ++i) {
       if (logits[i] < smallest) probabilities[i] = 0.0f;
     }

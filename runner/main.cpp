@@ -46,6 +46,7 @@ constexpr char kUsage[] =
     "  --cache TYPE              type of the KV cache: float32, bfloat16, float16, int8, int4, or KEYS,VALUES\n"
     "  --threads N               default: one for each CPU\n";
 constexpr int64_t kContext = 4096, kAnswer = 1024, kContinuation = 128;  // tokens
+constexpr uint64_t kMostChecked = 1 << 20;                               // bytes of a file whose checksum is computed
 
 struct Options {
   std::string directory, prompt, system;
@@ -194,8 +195,8 @@ class Program {
     return check_settings(plan);
   }
 
-  // Refuses a plan if a file beside it that says what the model computes or where its texts end has changed since the plan was
-  // made. On a device such files may be missing.
+  // Refuses a plan if a file beside it that says what the model computes, or how texts begin and end, has changed since the
+  // plan was made. On a device such files may be missing. Of a large tokenizer.json only the size is compared.
   Status check_settings(const std::string& plan) const {
     const auto fact = model_->plan().about.find("program");
     if (fact == model_->plan().about.end()) return {};
@@ -203,22 +204,26 @@ class Program {
     for (size_t i = 1; i < fact->second.size(); ++i) {
       for (int bit = 0; bit < 56; bit += 8) description += static_cast<char>(fact->second[i] >> bit);
     }
-    for (const char* name : {"config.json", "generation_config.json"}) {
-      const std::string key = std::string("\"") + name + "\": [";
+    for (const char* name : {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                             "chat_template.jinja"}) {
+      const std::string key = std::string("\"") + name + "\": ";  // and [size, checksum], or null for no file
       const size_t at = description.find(key);
+      if (at == std::string::npos) continue;
       uint64_t size = 0, count = 0;
       uint32_t sum = 0, found = 0;
-      const char* const numbers = description.c_str() + (at == std::string::npos ? 0 : at + key.size());
-      if (at == std::string::npos || std::sscanf(numbers, "%" SCNu64 ", %" SCNu32, &size, &sum) != 2) continue;
+      const char* const value = description.c_str() + at + key.size();
+      const bool was_there = std::sscanf(value, "[%" SCNu64 ", %" SCNu32, &size, &sum) == 2;
       std::FILE* const there = std::fopen((options_.directory + "/" + name).c_str(), "rb");
       if (there == nullptr) continue;
       char content[4096];
-      while (const size_t read = std::fread(content, 1, sizeof content, there)) {
+      const bool is_large = size > kMostChecked;
+      if (is_large && std::fseek(there, 0, SEEK_END) == 0) count = static_cast<uint64_t>(std::ftell(there));
+      while (const size_t read = is_large ? 0 : std::fread(content, 1, sizeof content, there)) {
         found = checksum(content, read, found);
         count += read;
       }
       std::fclose(there);
-      if (count != size || found != sum) {
+      if (!was_there || count != size || (!is_large && found != sum)) {
         return Status::error("%s beside %s has changed since the plan was made; to write a new one: lowbit export DIRECTORY "
                              "--to plan", name, plan.c_str());
       }

@@ -343,6 +343,7 @@ TEST(Sampling, TokensThatMayBeDrawn) {
   EXPECT_EQ(which({size, 1, 0, 0.7, 0}), (Tokens{1, 3}));
   EXPECT_EQ(which({size, 1, 0, 0.8, 0}), (Tokens{0, 1, 3})) << "the first of equally likely ones";
   EXPECT_EQ(which({size, 1, 0, 0, 0.4}), (Tokens{1, 3}));
+  EXPECT_EQ(which({size, 1e300, 0, 0.1, 1}), (Tokens{0})) << "all are equally likely, and top_p keeps the first";
   EXPECT_EQ(which({size, 1e-300, 0, 0, 0}), (Tokens{1}));
   EXPECT_EQ(which({size, 1e300, 0, 0, 0}), (Tokens{0, 1, 3, 4}));
   const std::vector<int64_t> counts = draws(logits, {size, 1, 0, 0, 0}, 16000);

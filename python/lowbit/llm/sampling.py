@@ -240,8 +240,9 @@ def draw(
         kept = nucleus(probabilities, top_p)
         values, probabilities, tokens = values[kept], probabilities[kept], kept if tokens is None else tokens[kept]
     if min_p:
-        # Compare logits rather than probabilities, so that rounding never removes the most likely token.
-        probabilities[values < math.log(min_p)] = 0
+        # Compare logits rather than probabilities, so that rounding never removes the most likely token. At a high temperature
+        # all are equally likely, and top_p may have removed the one with the largest logit.
+        probabilities[values < values.max() + numpy.float32(math.log(min_p))] = 0
     sums = probabilities.cumsum(dtype=numpy.float64)
     drawn = int(sums.searchsorted(generator.random() * sums[-1], side="right"))  # never a token of probability 0
     return drawn if tokens is None else int(tokens[drawn])

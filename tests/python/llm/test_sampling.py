@@ -38,6 +38,8 @@ def test_sampling():
     for temperature in (1e-3, 1e-38, 1e-320):
         assert drawn(temperature=temperature, top_k=None, top_p=None) == {1}
     assert drawn(temperature=1e300, top_k=None, top_p=None) == {0, 1, 2, 3}
+    # All are equally likely, and top_p keeps the first.
+    assert drawn(temperature=1e300, top_k=None, top_p=0.1, min_p=1.0) == {0}
 
 
 def nucleus_of_all(probabilities: numpy.ndarray, top_p: float) -> numpy.ndarray:
