@@ -92,7 +92,10 @@ class LanguageModel:
     def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
         """Raises ApiError for tools if the chat template does not show them."""
         if tools and "tools" not in (self.template or ""):
-            raise bad("tools", f"the chat template of {self.name} has no tools; expected a request without them", "no_tools")
+            raise bad(
+                "tools", f"the chat template of {self.name} has no tools; expected a request without them, or a server with a "
+                "--template that has tools", "no_tools",
+            )  # fmt: skip
 
     def _documents(self, asked: Conversation) -> list[dict[str, Any]]:
         """The messages as the chat template takes them."""

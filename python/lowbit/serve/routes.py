@@ -94,7 +94,7 @@ class Server:
             "/v1/messages": (self._messages, Messages), "/v1/messages/count_tokens": (self._count_tokens, CountTokens),
             "/v1/responses": (self._respond, Responses),
             "/v1/embeddings": (self._embed, Embeddings), "/v1/rerank": (self._rerank, Ranking),
-            "/v2/rerank": (self._rerank, Ranking), "/tokenize": (self._tokenize, Tokenize),
+            "/v2/rerank": (self._rerank, Ranking), "/rerank": (self._rerank, Ranking), "/tokenize": (self._tokenize, Tokenize),
             "/detokenize": (self._detokenize, Detokenize),
         }  # fmt: skip
         forms = {

@@ -107,7 +107,7 @@ def test_shortened_embeddings(client):
 def test_documents_by_a_reranker(client, directory):
     model = CrossEncoder(str(directory / "packed_reranker"), device="cpu")
     wanted = model.predict([(TEXTS[0], text) for text in TEXTS], show_progress_bar=False)
-    for path in ("/v1/rerank", "/v2/rerank"):
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
         found = client.post(path, model="reranker", query=TEXTS[0], documents=TEXTS)
         assert [each["index"] for each in found["results"]] == (-wanted).argsort().tolist()
         assert all(abs(wanted[each["index"]] - each["relevance_score"]) < 1e-5 for each in found["results"])

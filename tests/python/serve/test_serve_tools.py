@@ -137,7 +137,7 @@ def test_invalid_tools_and_grammars(tooled, more, message, param):
 
 def test_a_template_without_tools(client):
     error, _ = client.refused("/v1/chat/completions", CHAT | {"model": "tiny", "tools": TOOLS}, 400)
-    assert error["message"] == "the chat template of tiny has no tools; expected a request without them"
+    assert error["message"].startswith("the chat template of tiny has no tools; expected a request without them, or")
 
 
 def test_texts_fit_their_grammar(served, client):
