@@ -1,8 +1,8 @@
 """Equivalent torch.nn.Linear layers, sharing memory, for other layers whose weight is a matrix.
 
 transformers' Conv1D (GPT-2 and relatives) stores its weight as [in, out]; some subclasses of torch.nn.Linear compute the same.
-All are recognized by name, so their packages are not imported here. A convolution (layers/convolutions.py) is a linear layer over
-the rows that its window cuts out of the input.
+All are recognized by name, so their packages are not imported here. A convolution (layers/convolutions.py) is a linear layer
+over the rows that its window cuts out of the input.
 """
 
 from __future__ import annotations

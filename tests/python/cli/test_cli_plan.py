@@ -271,7 +271,7 @@ def test_quantize_convert_and_import_write_plans(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification", "ForCausalLM"])
 def test_only_language_models_get_the_plan_of_a_decoder(head, packed, tmp_path):
-    """Many encoders have a model_type that has a causal language model, too; others would be told that the decoder refuses them."""
+    """Many encoders have a model_type that has a causal language model, too; a note would say that the decoder refuses them."""
     model, said = copy_of(packed, tmp_path / "model"), []
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"architectures": [f"Llama{head}"]}))
