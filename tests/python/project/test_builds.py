@@ -30,6 +30,7 @@ def installed(directory: Path, name: str, *definitions: str) -> list[str]:
     """Builds and installs the C++ package; returns the names of its libraries."""
     # As deep in the checkout as other builds, so that ccache reuses objects of `make test-x86`.
     if shutil.which("ccache"):
+        os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))  # as the Makefile does
         definitions = (*definitions, f"CMAKE_CXX_COMPILER_LAUNCHER={shutil.which('ccache')}")
     build(ROOT, ROOT / "build" / name, *definitions, f"CMAKE_INSTALL_PREFIX={directory}")
     subprocess.run([tool("cmake"), "--install", ROOT / "build" / name], check=True, capture_output=True)
