@@ -69,8 +69,8 @@ class TextModel:
         # Attention that is the model's own code computes padding, too, and rounds other tokens differently beside it.
         from ..hf.masked import ATTENTION
 
-        config = getattr(getattr(self.model[0], "model", None), "config", None)
-        return AT_ONCE if getattr(config, "_attn_implementation", None) == ATTENTION else 1
+        config = getattr(getattr(self.model[0], "model", None), "config", None)  # None: a table without attention
+        return AT_ONCE if config is None or getattr(config, "_attn_implementation", None) == ATTENTION else 1
 
     @property
     def max_length(self) -> int | None:

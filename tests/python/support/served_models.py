@@ -122,6 +122,9 @@ class FakeEncoder:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
 
+    def __getitem__(self, index):
+        return None  # a module without a transformer
+
     def encode(self, texts, **_):
         return torch.tensor([[float(len(text)), 0.5] for text in texts]).numpy()
 
