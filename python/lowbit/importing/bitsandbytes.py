@@ -128,7 +128,10 @@ def _matrix(
     gaps = table.sort().values.diff()
     off = float((levels * (largest / 127) - table).abs().max() / gaps[gaps > 0].min())
     scales = (absmax * (largest / 127))[torch.arange(n * k // group) * group // block].view(n, k // group)
-    read = lambda begin, end: Rows(indices(begin, end), scales[begin:end].contiguous())  # noqa: E731
+
+    def read(begin: int, end: int) -> Rows:
+        return Rows(indices(begin, end), scales[begin:end].contiguous())
+
     return Matrix(
         name, f"bitsandbytes {kind}", (n, k), 4, None if group == k else group, False, read, codes.bytes,
         tuple(levels.int().tolist()), off,

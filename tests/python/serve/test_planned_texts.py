@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +27,7 @@ import transformers
 from lowbit.serve import embeddings, planned_texts
 from lowbit.serve.planned_texts import PlannedTexts
 from sentence_models import POSITIONS, PROMPTS, TEXTS, save_encoder, save_own_attention, save_padded_left, save_reranker
-from served_models import Client
+from served_models import Client, port_of
 
 LONG = "word " * POSITIONS
 ITEMS = [embeddings.Input(text, prompt) for text in [*TEXTS, "", LONG] for prompt in (None, *PROMPTS)]
@@ -119,11 +118,8 @@ def test_the_server_imports_neither_torch_nor_transformers(directory):
         [sys.executable, "-c", PROGRAM, *map(str, command)], stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         try:
-            lines = [process.stderr.readline()]
-            while not (match := re.search(r"on http://127.0.0.1:(\d+)/v1", lines[-1])):
-                lines.append(process.stderr.readline())
-                assert lines[-1], lines
-            client = Client(int(match[1]))
+            port, _ = port_of(process)
+            client = Client(port)
             found = client.post("/v1/embeddings", model="packed_encoder", input=TEXTS)["data"]
             ranked = client.post("/v1/rerank", model="packed_reranker", query=TEXTS[0], documents=TEXTS)["results"]
             process.send_signal(signal.SIGTERM)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -19,7 +18,7 @@ from needs import need_packages
 need_packages("starlette", "uvicorn")
 from lowbit.serve.routes import Limits
 from lowbit.serve.run import is_local
-from served_models import SYSTEM, Client, loaded, made, serving  # noqa: F401
+from served_models import SYSTEM, Client, loaded, made, port_of, serving  # noqa: F401
 
 
 def test_addresses_of_this_machine():
@@ -39,13 +38,8 @@ def test_the_command(packed, tmp_path, monkeypatch):
         list(map(str, command)), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ONE_THREAD
     ) as process:
         try:
-            lines = []
-            for line in process.stderr:
-                lines.append(line)
-                if match := re.search(r"on http://127.0.0.1:(\d+)/v1", line):
-                    break
-            assert match, lines
-            client = Client(int(match[1]), "k")
+            port, _ = port_of(process)
+            client = Client(port, "k")
             (card,) = json.loads(client.get("/v1/models"))["data"]
             assert card["id"] == model.name and card["chat"]
             body = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}

@@ -21,7 +21,7 @@ need_packages("starlette", "uvicorn", "llguidance")
 
 from lowbit.serve.model_list import LanguageModel
 from lowbit.serve.routes import Limits
-from served_models import DRAWN, SYSTEM, TEXTS, TOOLS, WITH_TOOLS, Client, serving
+from served_models import DRAWN, SYSTEM, TEXTS, TOOLS, WITH_TOOLS, Client, port_of, serving
 from test_chat import PLAIN
 
 LENGTH = 256
@@ -137,13 +137,8 @@ def test_neither_torch_nor_transformers_is_imported(directory, tmp_path):
             [sys.executable, "-c", PROGRAM, *map(str, command)], stderr=subprocess.PIPE, text=True, env=environment
         ) as process:
             try:
-                lines = []
-                for line in process.stderr:
-                    lines.append(line)
-                    if match := re.search(r"on http://127.0.0.1:(\d+)/v1", line):
-                        break
-                assert match, lines
-                answer = Client(int(match[1])).post(COMPLETE, **body)
+                port, lines = port_of(process)
+                answer = Client(port).post(COMPLETE, **body)
                 said.append((lines[:-1], answer["choices"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]))
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(60) == 0

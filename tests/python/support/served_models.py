@@ -5,6 +5,7 @@ import contextlib
 import copy
 import http.client
 import json
+import re
 import socket
 import threading
 import time
@@ -113,6 +114,16 @@ def made(loaded, name="tiny", **more):
     settings = {"max_length": MAX_LENGTH, "cache": None, "at_once": 6, "rows": 64, "prefix_bytes": 1 << 24} | more
     decoder = llm.Decoder(model, settings.pop("max_length"), settings.pop("cache"))
     return LanguageModel.of(name, decoder, model, tokenizer, PLAIN, stop_tokens(model, tokenizer), **settings)
+
+
+def port_of(process):
+    """The port of a started `lowbit serve`, and the lines that it has printed up to the one with its address."""
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if match := re.search(r"on http://127.0.0.1:(\d+)/v1", line):
+            return int(match[1]), lines
+    raise AssertionError(lines)
 
 
 class FakeEncoder:
