@@ -6,7 +6,8 @@ import struct
 import numpy as np
 import torch
 from gguf_files import file_bytes
-from test_importing_directory import NF4, Quantized, act_order, awq, compressed, gptq, gptq_p
+from test_importing_bitsandbytes import NF4
+from test_importing_directory import Quantized, act_order, awq, compressed, gptq, gptq_p
 from test_importing_others import hqq
 
 METADATA = {
